@@ -29,7 +29,7 @@ import tyro
 from benchmarks.results import Row, append
 from benchmarks.steps import time_steps
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.planner.cost import LayerTimes, Pipeline, cost_of, step_cost

@@ -87,6 +87,11 @@ class Feature:
     """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     tokenizers: tuple[Any, ...] = ()
     """Rows ``config.data.TokenizerKind``: values of --tokenizer-type that it implements."""
+    schedules: tuple[Any, ...] = ()
+    """Rows ``schedules.table.Schedule``: values of --pipeline-schedule, and their forms in pairs."""
+    turns: Mapping[str, str] = field(default_factory=dict)
+    """Hooks: context managers around the list of a rank, from the ``pipeline_parallel.executor.Executor`` to the
+    ``RunTurn`` of turns of other kinds than F and B: "I" and "W" for actions, "FB" for pairs."""
     kernel_backends: str | None = None
     """Hook: a mapping from values of --kernel-backend to objects with functions of ``ops.reference``, and with
     ``title``, ``modules``, ``PARTIAL_OPS``, ``unavailable_reason`` and ``supports_call`` as ``Library`` of

@@ -74,6 +74,7 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "equal_bits": {"experts", "context_parallelism"},  # sums in another order
     "lora": {"experts"},  # adapters of experts
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters
+    "paired_passes": {"experts"},  # what runs while their messages are in flight
     "compilation": {"layer_sizes"},  # layers of which a part is one linear layer
     "outer_steps": {"averages", "lamb"},  # evaluations with other weights; sums over whole tensors
     "qk_clip": {"latent_attention"},  # which rows of its matrices are those of queries and keys
@@ -90,7 +91,7 @@ WITHIN_LEVEL_0 |= {
     ("storage", "moved"),
     ("features", "moved"),
 }
-WITHIN_LEVEL_0 |= {("features", "schedules")}
+WITHIN_LEVEL_0 |= {("features", "schedules"), ("schedules", "feature"), ("schedules", "moved")}
 BASES = ("errors", "foreign_json", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.

@@ -15,7 +15,7 @@ from megatron_core.config.file import read_config
 from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import MegatronError
 from megatron_core.features.conversations.chat_template import chat_template_of
-from megatron_core.schedules.plan_file import read_plan
+from megatron_core.features.pipeline_schedules.plan_file import read_plan
 from megatron_core.text_file import LARGEST_TEXT, parse_yaml, read_text
 from megatron_core.tokenizers import tokenizer_of
 

@@ -60,8 +60,8 @@ for candidate in best[1:]:
 # these layouts lower:
 
 # %%
-from megatron_core.config.layout import Layout
 from megatron_core.planner.explain import objection
+from megatron_core.planner.layout import Layout
 
 chosen = Layout.of(best[0].config.parallel, best[0].config.model.num_layers, GPUS)
 for words in ("tp8 pp2 zero1 mbs1", "tp8 pp4 zero1 mbs1"):

@@ -27,9 +27,9 @@ from megatron_core.any_model.optimizer import Groups, groups_of
 from megatron_core.any_model.tensor import split_model
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.compilation.graphs import compile_forward
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import AmaxHistories
-from megatron_core.parallel.compiled import compile_forward
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.texts import raising_on_all_ranks
 from megatron_core.parallel.world import World

@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError
+from megatron_core.features.pipeline_schedules.plan_file import read_plan
 from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
 from megatron_core.planner.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
 from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.reports.trace_files import measured_costs, read_trace
-from megatron_core.schedules import SCHEDULES, make_plan
+from megatron_core.schedules import make_plan, schedules
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.plan_file import read_plan
-from megatron_core.schedules.table import PAIRED
 from megatron_core.terminal import colours, parse_flags
 
 
@@ -180,11 +179,11 @@ def plans(settings: ScheduleFlags) -> list[tuple[str, Plan]]:
 
 def schedule_plan(name: str, settings: ScheduleFlags) -> Plan:
     """The checked plan of a schedule, with the default number of chunks if none is given."""
-    chunks = settings.chunks
-    if chunks is None or (settings.compare and name in SCHEDULES and SCHEDULES[name].chunks is not None):
+    chunks, table = settings.chunks, schedules()
+    if chunks is None or (settings.compare and name in table and table[name].chunks is not None):
         default = 2 if name == "interleaved" else 1
-        chunks = default if name not in SCHEDULES else SCHEDULES[name].chunks or default
-    paired = settings.paired and not (settings.compare and name in SCHEDULES and name not in PAIRED)
+        chunks = default if name not in table else table[name].chunks or default
+    paired = settings.paired and not (settings.compare and name in table and name not in schedules(in_pairs=True))
     plan = make_plan(name, settings.pipeline_size, chunks, settings.microbatches, paired=paired)
     return check_plan(plan, settings.microbatches, forward_only=name == "forward_only")
 

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, section, setting
 from megatron_core.feature import Extensible, features
-from megatron_core.schedules import SCHEDULES, TRAINING
-from megatron_core.schedules.stage_notation import parse_layout
+from megatron_core.schedules import schedules, training_schedules
+from megatron_core.schedules.actions import Plan
 
 if TYPE_CHECKING:
     PipelineSchedule = str
 else:
-    PipelineSchedule = Literal[TRAINING]  # a row in the table of schedules adds one
 
-BALANCED_STAGES: dict[str, bool | None] = {
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-}
-"""Settings that assign layers to stages, with their defaults, which balance the stages by cost."""
+    class _ScheduleNames:
+        """The type of the names of all schedules; type hints are evaluated when all features are known."""
+
+        def __or__(self, other: Any) -> Any:
+            return Literal[training_schedules()] | other
+
+    PipelineSchedule = _ScheduleNames()
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-LM's names of the ZeRO stages 0 to 3."""
@@ -50,22 +46,6 @@ class ParallelConfig(Extensible):
     expert_tensor_parallel_size: int | None = setting(None, r.COUNT, when=c.EXPERTS)
     """Ranks over which the matrices of each expert are split (ETP); default --tensor-model-parallel-size. EP
     needs less communication."""
-    pipeline_model_parallel_layout: str | None = setting(None, when=BY_RULE)
-    """Contents of the stages, for example Et*3|(tt|)*29|L: E embedding, t layer, L output layer and loss, | next stage,
-    *n repeats; stage i is on pipeline rank i mod PP. Default: the split whose slowest stage is fastest."""
-    decoder_first_pipeline_num_layers: int | None = setting(None, r.COUNT, when=BY_RULE)
-    """Number of layers on the first pipeline rank, in all its chunks; the others are split evenly over the other
-    ranks."""
-    decoder_last_pipeline_num_layers: int | None = setting(None, r.COUNT, when=BY_RULE)
-    """Number of layers on the last pipeline rank, in all its chunks; the others are split evenly over the other
-    ranks."""
-    account_for_embedding_in_pipeline_split: bool = setting(False, when=c.PIPELINE)
-    """Count the embedding as one layer when layers are split over stages; default: its cost is its FLOPs, 0."""
-    account_for_loss_in_pipeline_split: bool = setting(False, when=c.PIPELINE)
-    """Count output layer and loss as one layer when layers are split over stages; default: their cost is their
-    FLOPs."""
-    num_layers_per_virtual_pipeline_stage: int | None = setting(None, r.COUNT, when=BY_RULE)
-    """Number of layers in each chunk of the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: int | None = setting(None, r.SMALL_COUNT, when=BY_RULE)
     """Number of chunks of layers on each pipeline rank, for the interleaved schedule (Narayanan et al. 2021,
     section 2.2)."""
@@ -73,16 +53,9 @@ class ParallelConfig(Extensible):
     """Order of forwards and backwards on the pipeline ranks; default: 1f1b, or interleaved if ranks have several
     chunks. zb_v and dualpipe_v have two chunks on each rank, the second in reverse order. megatron-show-schedule draws
     schedules."""
-    pipeline_plan: str | None = setting(None, when=ALWAYS)
-    """Text file with a custom schedule, instead of --pipeline-schedule: one line per rank, with actions such as
-    0F0 0F1 0B0 0B1 (docs/pipeline.md)."""
     overlap_p2p_communication: bool = setting(True, when=c.PIPELINE)
     """Post receives early and wait for sends at the end of a step; --no-overlap-p2p-communication: wait for each send
     immediately."""
-    overlap_moe_expert_parallel_comm: bool = setting(False, when=c.SEVERAL_EXPERT_RANKS)
-    """Send tokens to and from experts while another micro-batch is computed: after the first forwards, each forward
-    runs together with the backward of an earlier micro-batch. For --pipeline-schedule 1f1b and interleaved, which then
-    hold activations of more micro-batches, and dualpipe_v."""
     sequence_parallel: bool = setting(False, when=c.TENSOR_PARALLEL)
     """Split activations outside the matrix products along the sequence over the TP ranks (Korthikanti et al. 2022,
     section 4.2.2)."""
@@ -209,28 +182,72 @@ class ParallelConfig(Extensible):
         of_cp = f"2 x context_parallel_size={cp}"
         return lcm(2 * cp, cp * tp), of_cp if tp == 1 else f"{lcm(2 * cp, cp * tp)}, for {of_cp} and {of_tp}"
 
+    # Features that assign layers to stages, or order the work of the stages, override these methods.
+
+    @classmethod
+    def stage_defaults(cls) -> Mapping[str, bool | None]:
+        """The settings of stages and of their schedule, with the defaults, which balance the stages by cost."""
+        return {"num_virtual_stages_per_pipeline_rank": None, "pipeline_schedule": None}
+
+    def stage_problems(self, config: Any) -> Iterator[str]:
+        """Rules of the settings of a ``RunConfig`` that assign layers to stages."""
+        return iter(())
+
     @property
     def accounted_layers(self) -> int:
         """Number of additional layers, 0 to 2, for which embedding and loss count."""
-        return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
+        return 0
+
+    def stages(self, config: Any, num_stages: int) -> list[range] | None:
+        """The layers of each stage as the settings of a ``RunConfig`` assign them; None: they are balanced by cost."""
+        return None
 
     def num_chunks(self, num_layers: int) -> int:
         """Number of chunks of layers on each pipeline rank; 1 without interleaving."""
-        if self.pipeline_model_parallel_layout is not None:
-            return max(len(parse_layout(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size, 1)
-        if self.num_layers_per_virtual_pipeline_stage is not None:
-            per_rank = (num_layers + self.accounted_layers) // self.pipeline_model_parallel_size
-            return max(per_rank // self.num_layers_per_virtual_pipeline_stage, 1)
         return self.num_virtual_stages_per_pipeline_rank or self.implied_chunks or 1
 
     @property
     def implied_chunks(self) -> int | None:
         """Number of chunks on each rank that the schedule requires; None if any number is possible."""
-        return SCHEDULES[self.pipeline_schedule].chunks if self.pipeline_schedule is not None else None
+        return schedules()[self.pipeline_schedule].chunks if self.pipeline_schedule is not None else None
 
     def schedule(self, num_layers: int) -> PipelineSchedule:
         """The pipeline schedule after defaults."""
         return self.pipeline_schedule or ("interleaved" if self.num_chunks(num_layers) > 1 else "1f1b")
+
+    @property
+    def plan_name(self) -> str:
+        """The name of a plan that replaces the schedule, or ""."""
+        return ""
+
+    def runs_in_pairs(self, config: Any) -> bool:
+        """Whether forwards run together with backwards of other micro-batches in a ``RunConfig``."""
+        return False
+
+    def layout_words(self, num_layers: int, world_size: int) -> str:
+        """The layout in the words of ``planner.layout``, such as ``tp2 pp2 v2 sp``."""
+        sizes = {
+            "tp": self.tensor_model_parallel_size,
+            "cp": self.context_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+            "v": 1 if self.implied_chunks else self.num_chunks(num_layers),
+            "dp": self.data_parallel_size(world_size),
+            "ep": self.expert_model_parallel_size,
+        }
+        words = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        if self.expert_tensor_parallel_size is not None:
+            words.append(f"etp{self.expert_tensor_parallel_size}")
+        words += [self.pipeline_schedule] if self.pipeline_schedule else []
+        words += ["sp"] * self.sequence_parallel
+        words += [f"zero{self.dp_zero_stage}"] if self.dp_zero_stage else []
+        words += ["overlap"] * self.overlap_grad_reduce
+        return " ".join(words) or "1 process"
+
+    def plan(self, config: Any, num_microbatches: int, make: Callable[..., Plan]) -> Plan:
+        """The plan of a step of a ``RunConfig``, by ``make``, which has the arguments of ``schedules.make_plan``."""
+        layers = config.model.num_layers
+        sizes = (self.pipeline_model_parallel_size, self.num_chunks(layers), num_microbatches)
+        return make(self.schedule(layers), *sizes, paired=self.runs_in_pairs(config))
 
 
 UNCOMPRESSED = "none", "bf16"

@@ -9,16 +9,12 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from megatron_core.config import ParallelConfig, RunConfig
+from megatron_core.config import RunConfig
 from megatron_core.config.flops import forward_flops_per_token, layer_flops
-from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.errors import LayoutError
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.plan_file import read_plan
-from megatron_core.schedules.stage_notation import parse_layout
-
-CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 
 @dataclass(frozen=True)
@@ -34,35 +30,23 @@ class Ends:
 
     @classmethod
     def of(cls, config: RunConfig, vocab_size: int) -> Ends:
-        """Costs from ``account_for_*_in_pipeline_split``; without them, costs from model FLOPs.
+        """Costs from model FLOPs.
 
-        In FLOPs the output layer costs its matrix product, 2 h V per token; the embedding is a look-up and costs 0.
-        With ``num_layers_per_virtual_pipeline_stage`` there is nothing to balance, and both cost 0.
+        The output layer costs its matrix product, 2 h V per token; the embedding is a look-up and costs 0.
         """
-        parallel, layers = config.parallel, config.model.num_layers
-        if parallel.accounted_layers or parallel.num_layers_per_virtual_pipeline_stage is not None:
-            embedding = Fraction(int(parallel.account_for_embedding_in_pipeline_split))
-            return cls(embedding, Fraction(int(parallel.account_for_loss_in_pipeline_split)), as_layers=True)
         flops = forward_flops_per_token(config.model, config.data.seq_length, vocab_size)
         output = flops.pop("logits") + flops.pop("mtp", 0)
-        return cls(output=Fraction(output * layers, sum(flops.values())))
+        return cls(output=Fraction(output * config.model.num_layers, sum(flops.values())))
 
 
 def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list[range]:
-    """The layers of every stage: from the layout of ``config``, else from its layer counts, else by ``partition``."""
-    parallel, num_layers = config.parallel, config.model.num_layers
-    if parallel.pipeline_model_parallel_layout is not None:
-        sizes = [letters.count("t") for letters in parse_layout(parallel.pipeline_model_parallel_layout)]
-        if len(sizes) != num_stages:
-            raise LayoutError(
-                f"pipeline_model_parallel_layout={parallel.pipeline_model_parallel_layout} has {len(sizes)} stages, "
-                f"but there are {num_stages} (ranks x chunks); write {num_stages} stages"
-            )
-        return _runs(sizes)
-    if (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) != (None, None):
-        return _runs(_sizes_by_count(parallel, num_layers, num_stages))
+    """The layers of every stage: as the settings of ``config`` assign them, else by ``partition``."""
+    num_layers = config.model.num_layers
+    assigned = config.parallel.stages(config, num_stages)
+    if assigned is not None:
+        return assigned
     ends = Ends.of(config, vocab_size)
-    if config.model.layers_differ_in_size and not ends.as_layers:
+    if config.model.layers_differ_in_size:
         layer_costs = [sum(layer_flops(config.model, n, config.data.seq_length).values()) for n in range(num_layers)]
         return partition_by_cost(layer_costs, num_stages, round(ends.output * sum(layer_costs) / num_layers))
     return partition(num_layers, num_stages, ends)
@@ -118,22 +102,11 @@ def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> lis
     for _ in range(num_layers - sum(sizes)):
         cheapest = min(range(num_stages), key=lambda s: (costs[s] + sizes[s], s == final, s == first, s))
         sizes[cheapest] += 1
-    return _runs(sizes)
+    return layer_runs(sizes)
 
 
-def _sizes_by_count(parallel: ParallelConfig, num_layers: int, num_stages: int) -> list[int]:
-    """Number of layers of each stage for given counts of the first or last rank, split evenly over a rank's chunks."""
-    ranks = parallel.pipeline_model_parallel_size
-    counts: dict[int, int | None] = {
-        0: parallel.decoder_first_pipeline_num_layers,
-        ranks - 1: parallel.decoder_last_pipeline_num_layers,
-    }
-    count_by_rank = {rank: count for rank, count in counts.items() if count is not None}
-    other_count = (num_layers - sum(count_by_rank.values())) // max(ranks - len(count_by_rank), 1)
-    return [count_by_rank.get(stage % ranks, other_count) // (num_stages // ranks) for stage in range(num_stages)]
-
-
-def _runs(sizes: Iterable[int]) -> list[range]:
+def layer_runs(sizes: Iterable[int]) -> list[range]:
+    """Contiguous runs of layers with these numbers of layers."""
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -160,24 +133,10 @@ def _contents(stages: list[range], stage: int) -> str:
 
 def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
     """The checked plan of ``config`` for ``num_microbatches`` on each rank; ``ConfigError`` if sizes differ."""
-    parallel, layers = config.parallel, config.model.num_layers
-    sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), num_microbatches)
-    if parallel.pipeline_plan is None:
-        return _plan_of_schedule(parallel.schedule(layers), *sizes, config.runs_in_pairs)
-    plan = read_plan(parallel.pipeline_plan)
-    in_plan = (len(plan.ranks), plan.num_chunks, plan.num_microbatches)
-    settings = ("pipeline_model_parallel_size", CHUNKS, "micro-batches of a rank")
-    for setting, ours, theirs in zip(settings, sizes, in_plan, strict=True):
-        taken_from_plan = setting == CHUNKS and parallel.num_virtual_stages_per_pipeline_rank is None
-        if ours != theirs and not taken_from_plan:
-            raise ConfigError(
-                f"pipeline_plan={parallel.pipeline_plan} is a plan for {setting}={theirs}, but the run has {ours}; "
-                "change one of them (micro-batches: global_batch_size / (micro_batch_size x data-parallel size))"
-            )
-    return check_plan(plan, num_microbatches)
+    return config.parallel.plan(config, num_microbatches, _checked_plan)
 
 
 @lru_cache(maxsize=64)
-def _plan_of_schedule(name: str, num_ranks: int, num_chunks: int, num_microbatches: int, paired: bool) -> Plan:
+def _checked_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int, *, paired: bool) -> Plan:
     """The checked plan, made once for all ranks of a simulated world: for 16 ranks with 8 chunks it takes 0.25 s."""
     return check_plan(make_plan(name, num_ranks, num_chunks, num_microbatches, paired=paired), num_microbatches)

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from math import prod
 
-from megatron_core.config.rule_helpers import divisors, exclusive, leaves_rest, nearest_multiples, uneven
+from megatron_core.config.rule_helpers import divisors, leaves_rest, nearest_multiples, uneven
 from megatron_core.config.run import RunConfig
+from megatron_core.schedules import schedules, training_schedules
 
 
 def split_problems(config: RunConfig) -> Iterator[str]:
@@ -115,47 +116,24 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     """Numbers of stages and chunks that contradict each other or the number of layers."""
     parallel, layers = config.parallel, config.model.num_layers
     pp = parallel.pipeline_model_parallel_size
-    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if any(size is not None and size < 1 for size in (pp, layers, per_chunk, chunks)):
+    if any(size is not None and size < 1 for size in (pp, layers, chunks)):
         return
-    if parallel.pipeline_model_parallel_layout is not None:
-        return  # checked in rules_stages
-    counted = layers + parallel.accounted_layers
-    if per_chunk is not None and chunks is not None:
-        by_chunks = f"num_virtual_stages_per_pipeline_rank={chunks}"
-        yield exclusive(f"num_layers_per_virtual_pipeline_stage={per_chunk}", by_chunks)
-    if pp == 1 and (per_chunk is not None or (chunks or 1) > 1):
-        what = "layers_per_virtual_pipeline_stage" if per_chunk else "virtual_stages_per_pipeline_rank"
+    of_features = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
+    if any(config.optional(name) is not None for name in of_features):
+        return  # their feature checks chunks
+    if pp == 1 and (chunks or 1) > 1:
         yield (
-            f"num_{what}={per_chunk or chunks} needs a pipeline of several ranks, but this one has one rank; "
-            "remove it or raise pipeline_model_parallel_size to 2 or more"
+            f"num_virtual_stages_per_pipeline_rank={chunks} needs a pipeline of several ranks, but this one has one "
+            "rank; remove it or raise pipeline_model_parallel_size to 2 or more"
         )
-    if per_chunk is not None and leaves_rest(counted, pp * per_chunk):
-        yield _uneven_chunks(layers, parallel.accounted_layers, pp, per_chunk)
-    elif counted < pp * parallel.num_chunks(layers):
+    if layers + parallel.accounted_layers < pp * parallel.num_chunks(layers):
         count = pp * parallel.num_chunks(layers)
         yield (
             f"num_layers={layers} is less than one layer for each of {count} stages "
             f"(pipeline_model_parallel_size={pp} x {count // pp} chunks); "
             f"legal: {count - parallel.accounted_layers} or more, or a pipeline_model_parallel_layout with empty stages"
         )
-
-
-def _uneven_chunks(layers: int, accounted: int, pp: int, per_chunk: int) -> str:
-    """The message for chunks that do not divide evenly; ``accounted``: embedding and loss if they count as layers."""
-    what = f"(num_layers + {accounted} accounted for)" if accounted else "num_layers"
-    layers += accounted
-    head = f"num_layers_per_virtual_pipeline_stage={per_chunk} does not divide "
-    if layers % pp:
-        return head + (
-            f"{what} / pipeline_model_parallel_size = {layers} / {pp}, which is not an integer; "
-            "use num_virtual_stages_per_pipeline_rank instead"
-        )
-    return head + (
-        f"{what} / pipeline_model_parallel_size = {layers} / {pp} = {layers // pp}; "
-        f"legal: {', '.join(map(str, divisors(layers // pp)))}"
-    )
 
 
 def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -186,3 +164,29 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"rank_order={parallel.rank_order} places neighbouring stages {apart[0]} ranks apart for dense layers "
                 f"and {apart[1]} for experts; legal: any order that ends with pp"
             )
+
+
+def schedule_problems(config: RunConfig) -> Iterator[str]:
+    """A schedule that does not allow the number of chunks."""
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
+    if schedule is None or config.model.num_layers < 1 or parallel.pipeline_model_parallel_size < 1:
+        return
+    if any(parallel.stage_problems(config)):
+        return  # the number of chunks is unknown
+    wanted, chunks = schedules()[schedule].chunks, parallel.num_chunks(config.model.num_layers)
+    if wanted is None and chunks == 1:
+        yield (
+            f"pipeline_schedule={schedule} with one chunk on each rank is 1f1b; set "
+            "num_virtual_stages_per_pipeline_rank to 2 or more, or choose 1f1b"
+        )
+    elif wanted not in (None, 1) and parallel.pipeline_model_parallel_size == 1:
+        yield (
+            f"pipeline_schedule={schedule} has {wanted} chunks on each of several pipeline ranks, but there is one "
+            "rank; remove it or raise pipeline_model_parallel_size to 2 or more"
+        )
+    elif wanted not in (None, chunks):
+        alternatives = ", ".join(name for name in training_schedules() if schedules()[name].chunks in (None, chunks))
+        yield (
+            f"pipeline_schedule={schedule} cannot have {chunks} chunks on each rank; legal: {wanted} (with {chunks} "
+            f"chunks: {alternatives})"
+        )

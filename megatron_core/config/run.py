@@ -72,11 +72,6 @@ class RunConfig:
         return "float32" if self.model.fp32_residual_connection and dtype != "float64" else dtype
 
     @property
-    def runs_in_pairs(self) -> bool:
-        """Whether forwards run together with backwards: without experts there is no exchange to overlap."""
-        return self.parallel.overlap_moe_expert_parallel_comm and self.optional("num_experts") is not None
-
-    @property
     def schedules_by_samples(self) -> bool:
         """Whether the learning rate follows the sequences used, as in Megatron-LM with --train-samples, and not the
         steps."""

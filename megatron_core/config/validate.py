@@ -12,10 +12,9 @@ from megatron_core.config.rules_data import (
     data_problems,
     tokenizer_problems,
 )
-from megatron_core.config.rules_parallel import parallel_problems, split_problems
+from megatron_core.config.rules_parallel import parallel_problems, schedule_problems, split_problems
 from megatron_core.config.rules_sharding import recompute_problems, sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
-from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
     batch_problems,
     learning_rate_problems,
@@ -46,7 +45,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from model_problems(config)
     yield from split_problems(config)
     yield from parallel_problems(config, world_size)
-    yield from stage_problems(config)
+    yield from config.parallel.stage_problems(config)
     yield from schedule_problems(config)
     yield from recompute_problems(config)
     yield from sharding_problems(config, world_size)

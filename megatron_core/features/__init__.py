@@ -30,12 +30,15 @@ from megatron_core.features.mup import MUP
 from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
+from megatron_core.features.paired_passes import PAIRED_PASSES
+from megatron_core.features.pipeline_schedules import PIPELINE_SCHEDULES
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
+from megatron_core.features.stage_layouts import STAGE_LAYOUTS
 from megatron_core.features.value_head import VALUE_HEAD
 
 FEATURES = (
@@ -67,6 +70,8 @@ FEATURES = (
     NVIDIA_LIBRARIES,
     OUTER_STEPS,
     OFFLOAD,
+    PAIRED_PASSES,
+    PIPELINE_SCHEDULES,
     PREFERENCES,
     MODEL_PRESETS,
     QK_CLIP,
@@ -74,6 +79,7 @@ FEATURES = (
     RECURRENT,
     EXPERTS,
     SPARSE_ATTENTION,
+    STAGE_LAYOUTS,
     VALUE_HEAD,
     *cpu_ranks.FEATURES,
     *data_parts.FEATURES,

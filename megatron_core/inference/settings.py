@@ -1,11 +1,11 @@
 """Settings of the layout, of the key-value cache and of the steps of generation, with Megatron-LM's names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config import ranges as r
-from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.setting import ALWAYS, declarations, section, setting
 from megatron_core.errors import ConfigError
 
@@ -52,14 +52,12 @@ class GenerationLayout:
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the training run with this layout."""
-        balanced: dict[str, Any] = BALANCED_STAGES
+        balanced: Mapping[str, Any] = config.parallel.stage_defaults()
         parallel = replace(
             config.parallel,
             **balanced,
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            pipeline_schedule=None,
-            pipeline_plan=None,
             context_parallel_size=1,
             expert_model_parallel_size=1,
             expert_tensor_parallel_size=None,

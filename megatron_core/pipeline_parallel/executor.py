@@ -1,10 +1,11 @@
 """One executor for every plan: it runs this rank's list of actions."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.interleave import Interleaver
+from megatron_core.feature import features, load_hook
 from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.messages import Message, Messages, tensors_of
 from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
-from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 from megatron_core.schedules.actions import Action, Plan
 
 ForwardStep = Callable[[int, int, Any], Message]
+RunTurn = Callable[[tuple[Action, ...], tuple[Message | None, ...]], Sequence[Message | None]]
+"""Runs a turn with the inputs of its actions; returns each one's output for another stage, or on the last the loss."""
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """Phase of the meter for the time of each kind of action; time between actions (waiting) counts as ``pipeline``."""
@@ -45,14 +47,14 @@ class Executor:
 
     ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, else a tensor, or several
     in a tuple. The last stage returns a scalar, from which backward starts. ``parameters`` are the parameters of this
-    rank's stages: a split backward defers the gradients of parallel linear layers' weights from I to W. Without
-    ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of the step.
+    rank's stages, whose gradients a split backward defers. Without ``overlap`` the executor waits for each send before
+    the next action, with ``overlap`` at the end of the step.
     """
 
     # Receives from a rank are posted in the order in which its plan sends, independently of the order of use, so that
     # messages cannot be confused: a message carries no number of its micro-batch.
     # A stage's output is freed as soon as it is sent: backward starts from its gradient edge in autograd's graph.
-    # The forward and the backward of a pair run together (``interleave``), and their outputs are sent after both.
+    # Turns of other kinds than F and B run in classes of features; outputs of a pair are sent after both actions.
 
     def __init__(
         self,
@@ -85,11 +87,11 @@ class Executor:
             )
         self.turns = plan.turns[p2p.index]
         self.actions = plan.ranks[p2p.index]
+        self.parameters = parameters
         # The last wins: gradients of a stage are complete after its last B or W.
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
-        self._parameters = list(parameters) if any(a.kind == "W" for a in self.actions) else []
-        self._queue = WeightGradQueue()
+        self._added_turns: dict[str, RunTurn] = {}
         senders = set(plan.stage_to_rank) - {p2p.index}
         self._unposted = {sender: deque(plan.messages(sender, p2p.index)) for sender in senders}
         self._arriving: dict[Action, tuple[Message, list[MessageHandle]]] = {}
@@ -101,13 +103,8 @@ class Executor:
     def run(self) -> dict[int, Tensor]:
         """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""
         results: dict[int, Tensor] = {}
-        interleaver = Interleaver(self.message.device)
-        with (
-            METER.phase("pipeline"),
-            self._queue.attached(self._parameters),
-            interleaver,
-            self._telling_failures() as remaining,
-        ):
+        with METER.phase("pipeline"), ExitStack() as contexts, self._telling_failures() as remaining:
+            self._add_turns(contexts)
             for position, turn in enumerate(self.turns):
                 # In place: the context manager holds this list.
                 remaining[:] = [action for later in self.turns[position:] for action in later]
@@ -115,7 +112,7 @@ class Executor:
                 if not self.message.posts_late:
                     for coming in self.turns[position : position + 1 + self._receive_lookahead]:
                         self._post_receives(*coming)
-                for action, output in zip(turn, self._run_turn(turn, interleaver), strict=True):
+                for action, output in zip(turn, self._run_turn(turn), strict=True):
                     if output is not None and self.plan.consumer(action) is None:
                         (results[action.micro],) = tensors_of(output)
                     elif output is not None:
@@ -124,6 +121,13 @@ class Executor:
             self._release_sends(wait=True)
         self.p2p.has_run |= self._keep_graph
         return results
+
+    def _add_turns(self, contexts: ExitStack) -> None:
+        """Begin the contexts of the features that run turns of this plan."""
+        in_plan = set(map(_kinds, self.turns)) - {"F", "B"}
+        hooks = {kinds: hook for feature in features() for kinds, hook in feature.turns.items() if kinds in in_plan}
+        runners = {hook: contexts.enter_context(load_hook(hook)(self)) for hook in set(hooks.values())}
+        self._added_turns = {kinds: runners[hook] for kinds, hook in hooks.items()}
 
     @contextmanager
     def _telling_failures(self) -> Iterator[list[Action]]:
@@ -138,29 +142,33 @@ class Executor:
                 self._sent += self.message.send_failure(self.p2p, error, receiver)
             raise
 
-    def _run_turn(self, turn: tuple[Action, ...], interleaver: Interleaver) -> Sequence[Message | None]:
-        """Run an action, or a pair together; return each one's output for another stage, or on the last the loss."""
-        # Both inputs of a pair: neither action starts before the other can.
-        received = [self._take_input(action) for action in turn]
+    def _run_turn(self, turn: tuple[Action, ...]) -> Sequence[Message | None]:
+        """Run the actions of a turn; return each one's output for another stage, or on the last the loss."""
+        # All inputs: no action of a turn starts before the others can.
+        received = tuple(self._take_input(action) for action in turn)
         # After the inputs have arrived: waiting for them is time of the pipeline and not of the action.
         METER.switch(PHASES[turn[0].kind], turn[0])
         for action in turn:
             self.listener.on_begin(action)
-        actions = [partial(self._run_action, *operands) for operands in zip(turn, received, strict=True)]
-        outputs = interleaver.run(*actions) if len(actions) == 2 else (actions[0](),)
+        run_added = self._added_turns.get(_kinds(turn))
+        outputs = (self.run_action(turn[0], received[0]),) if run_added is None else run_added(turn, received)
         for action in turn:
             self.listener.on_end(action)
         METER.switch("pipeline")
         return outputs
 
-    def _run_action(self, action: Action, received: Message | None) -> Message | None:
+    def run_action(self, action: Action, received: Message | None) -> Message | None:
+        """Run an F or a B with the output of another stage; return the message to another stage, or the loss."""
         METER.switch(PHASES[action.kind], action)
         if action.kind == "F":
             return self._run_forward(action, received)
-        if action.kind != "W":
-            return self._run_backward(action, received)
-        self._run_weights(action)
-        return None
+        if self.is_last(action):
+            self.listener.on_last_backward(action.stage)
+        return self.backward(action, received)
+
+    def is_last(self, action: Action) -> bool:
+        """Whether the gradients of a stage are complete after this B or W."""
+        return self._last_gradients[action.stage] == action
 
     def _run_forward(self, action: Action, received: Message | None) -> Message:
         source = self.plan.source(action)
@@ -185,16 +193,8 @@ class Executor:
         # Detached: a message must not keep the graph, which the edge already does.
         return output.detach() if isinstance(output, Tensor) else tuple(tensor.detach() for tensor in output)
 
-    def _run_backward(self, action: Action, gradient: Message | None) -> Message | None:
-        """Run a whole backward, or for an I only the gradient of the stage's input."""
-        if action.kind == "I":
-            with self._queue.collecting(action.stage, action.micro):
-                return self._backward(action, gradient)
-        if self._last_gradients[action.stage] == action:
-            self.listener.on_last_backward(action.stage)
-        return self._backward(action, gradient)
-
-    def _backward(self, action: Action, gradient: Message | None) -> Message | None:
+    def backward(self, action: Action, gradient: Message | None) -> Message | None:
+        """Run the graph of the forward of a B or an I; return the gradient of the stage's input."""
         forward = Action(action.stage, "F", action.micro)
         # Removed before backward, so that the graph is freed while it runs.
         edges = self._outputs.pop(forward)
@@ -207,11 +207,6 @@ class Executor:
         # A stage may not use a part of its input; the stage before still waits for a gradient.
         grads = tuple(edge.grad if edge.grad is not None else torch.zeros_like(edge) for edge in inputs)
         return self.message.packed(grads)
-
-    def _run_weights(self, action: Action) -> None:
-        self._queue.run(action.stage, action.micro)
-        if self._last_gradients[action.stage] == action:
-            self.listener.on_last_weights(action.stage)
 
     def _post_receives(self, *actions: Action) -> None:
         """Post the receives for ``actions`` and for all earlier messages of their senders, in the senders' order."""
@@ -250,3 +245,8 @@ class Executor:
             handle.wait()
         # Only completed sends are freed: a send reads its tensor until then.
         self._sent = [] if wait else [(tensor, handle) for tensor, handle in self._sent if not handle.is_completed()]
+
+
+def _kinds(turn: tuple[Action, ...]) -> str:
+    """The kinds of the actions of a turn: F, B, or one of ``Feature.turns``."""
+    return "".join(action.kind for action in turn)

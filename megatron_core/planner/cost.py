@@ -14,7 +14,7 @@ from itertools import chain
 
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
-from megatron_core.config.partition import layers_by_stage, plan_of
+from megatron_core.config.partition import layers_by_stage
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.layer_time import LayerClock, Passes, Seconds, total
 from megatron_core.planner.memory import recomputed_layers
@@ -58,12 +58,7 @@ class StepCost:
 
 def _plan(config: RunConfig, micros: int) -> Plan:
     """Return the run's plan; plans of built-in schedules need no check and are cached across layouts."""
-    parallel = config.parallel
-    layers = config.model.num_layers
-    if parallel.pipeline_plan is not None:
-        return plan_of(config, micros)
-    sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), micros)
-    return _made(parallel.schedule(layers), *sizes, paired=config.runs_in_pairs)
+    return config.parallel.plan(config, micros, _made)
 
 
 _made = lru_cache(maxsize=512)(make_plan)
@@ -101,7 +96,7 @@ class Pipeline:
     def _simulated_micros(self) -> int:
         """Number of simulated micro-batches; fewer than all of them if there are many, as every p of them repeat."""
         ranks = self.config.parallel.pipeline_model_parallel_size
-        if self.config.parallel.pipeline_plan is not None or self.micros <= 3 * ranks:
+        if self.config.parallel.plan_name or self.micros <= 3 * ranks:
             return self.micros
         return 2 * ranks + self.micros % ranks
 

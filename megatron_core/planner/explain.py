@@ -10,12 +10,12 @@ from itertools import chain, combinations, product
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.partition import layers_by_stage, plan_of
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.cost import KINDS, Pipeline
 from megatron_core.planner.footprint import MEMORY_KINDS, Footprint
+from megatron_core.planner.layout import Layout
 from megatron_core.planner.layout_settings import KEPT, Settings, describe_layout, micro_batch_sizes, with_settings
 from megatron_core.planner.parameters import rank_units
 from megatron_core.planner.search import Candidate, Search

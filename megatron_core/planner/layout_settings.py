@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.run import core_sections, feature_sections
+from megatron_core.planner.layout import Layout
 
 Settings = dict[str, Any]
 NONE: Settings = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}

@@ -35,7 +35,7 @@ from megatron_core.planner.layout_settings import (
     with_settings,
 )
 from megatron_core.planner.parameters import Parameters, all_layers, embedding_parameters, layer_kinds
-from megatron_core.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules import schedules, training_schedules
 from megatron_core.schedules.actions import Plan
 
 SHAPE = (
@@ -230,8 +230,8 @@ class Search:
     def _stage_settings(self, room: int) -> list[Settings]:
         """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
         legal = []
-        for pp, schedule in product(divisors(room), TRAINING):
-            chunks = SCHEDULES[schedule].chunks
+        for pp, schedule in product(divisors(room), training_schedules()):
+            chunks = schedules()[schedule].chunks
             most = min(MOST_CHUNKS, self.config.model.num_layers // pp)
             for v in range(2, most + 1) if chunks is None else [1]:
                 stages = {

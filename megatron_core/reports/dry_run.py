@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.partition import describe
 from megatron_core.config.validate import check, without_data
 from megatron_core.data_parallel import DataParallel
@@ -31,6 +30,7 @@ from megatron_core.parallel_state import grid_of
 from megatron_core.planner.context import attention_flops, traffic
 from megatron_core.planner.explain import readable_bytes
 from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.layout import Layout
 from megatron_core.planner.parameters import padded_vocabulary, rank_units
 from megatron_core.planner.simulate import peak_activations
 from megatron_core.schedules.actions import Plan

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -31,8 +30,7 @@ class PipelineTrace(Callback):
         folder = config.monitor.section(PipelineTraceConfig).trace_pipeline
         assert folder is not None, "the feature is used"
         self.run = run
-        plan = config.parallel.pipeline_plan
-        schedule = Path(plan).name if plan else config.parallel.schedule(config.model.num_layers)
+        schedule = config.parallel.plan_name or config.parallel.schedule(config.model.num_layers)
         ranks, places = groups.ranks("pp"), run.plans.stage_to_rank
         self._writer = TraceWriter(folder, groups.rank, ranks, schedule, places)
         self._recorded: tuple[Recording, int] | None = None

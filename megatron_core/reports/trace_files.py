@@ -31,10 +31,11 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.features.pipeline_schedules.plan_file import parse_turn
 from megatron_core.foreign_json import items, real, text, whole, wrong
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.planner.simulate import StageCosts, Timeline, TransferSpan
-from megatron_core.schedules.actions import Action, format_turn, parse_turn, plan_of_turns
+from megatron_core.schedules.actions import Action, format_turn, plan_of_turns
 from megatron_core.schedules.checks import check_plan
 
 MOST_STEPS = 20

@@ -8,16 +8,11 @@ a B of different micro-batches may run together, as a pair.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-
-from megatron_core.errors import LayoutError
-
-_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True, order=True)
@@ -30,16 +25,6 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The inverse of ``str``; ``LayoutError`` if ``text`` is not an action."""
-        match = _PATTERN.fullmatch(text.strip())
-        if match is None:
-            raise LayoutError(
-                f"{text!r} is not a pipeline action; write STAGE, then F, B, I or W, then MICRO-BATCH, as in 2F0"
-            )
-        return cls(int(match[1]), match[2], int(match[3]))
 
 
 @dataclass(frozen=True)
@@ -163,15 +148,8 @@ class Plan:
         where = self.stage_to_rank
         return tuple(
             (rank, turn, tuple((need, where[need.stage] == rank) for need in self._needs_of(turn)))
-            for rank, turn in self._walk()
+            for rank, turn in self.walk()
         )
-
-    def walk(self) -> Iterator[tuple[int, Action]]:
-        """Yield (rank, action) in an order that respects every rank's list and every dependency.
-
-        In a deadlock the iterator ends before all actions have been yielded.
-        """
-        return ((rank, action) for rank, turn in self._walk() for action in turn)
 
     def missing(self, turn: Iterable[Action], done: Collection[Action]) -> Action | None:
         """The first dependency of ``turn`` that is not in ``done``; None if the turn can run."""
@@ -180,7 +158,8 @@ class Plan:
     def _needs_of(self, turn: Iterable[Action]) -> tuple[Action, ...]:
         return tuple(need for action in turn for need in self.needs(action))
 
-    def _walk(self) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    def walk(self) -> Iterator[tuple[int, tuple[Action, ...]]]:
+        """Yield (rank, turn) in an order that respects every list and dependency; it ends early in a deadlock."""
         done: set[Action] = set()
         waiting: dict[Action, list[int]] = {}
         position = [0] * len(self.ranks)
@@ -259,17 +238,17 @@ def v_shaped_stages(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *range(num_ranks - 1, -1, -1))
 
 
-def parse_turn(word: str) -> tuple[Action, ...]:
-    """Parse one word of a rank's list: an action, or a pair such as ``0F3&0B1``."""
-    turn = tuple(Action.parse(text) for text in word.split("&"))
-    if len(turn) > 1 and "".join(action.kind for action in turn) != "FB":
-        raise LayoutError(f"{word!r} is not a pair; write a forward, &, then a backward (B) of another micro-batch")
-    return turn
-
-
-def plan_of_turns(ranks: Iterable[Iterable[tuple[Action, ...]]], stage_to_rank: tuple[int, ...]) -> Plan:
-    """Make a plan of each rank's turns."""
+def plan_of_turns(
+    ranks: Iterable[Iterable[tuple[Action, ...]]],
+    stage_to_rank: tuple[int, ...],
+    num_microbatches: int | None = None,
+) -> Plan:
+    """Make a plan of each rank's turns, without the actions of surplus micro-batches if their number is given."""
     turns = [list(turns_of_rank) for turns_of_rank in ranks]
+    if num_microbatches is not None:
+        # The other action of a pair remains.
+        left = ([tuple(a for a in turn if a.micro < num_microbatches) for turn in rank] for rank in turns)
+        turns = [list(filter(None, turns_of_rank)) for turns_of_rank in left]
     # The first action of a pair identifies it, as the second follows it.
     paired = frozenset(turn[0] for turns_of_rank in turns for turn in turns_of_rank if len(turn) > 1)
     return Plan(
@@ -280,5 +259,5 @@ def plan_of_turns(ranks: Iterable[Iterable[tuple[Action, ...]]], stage_to_rank: 
 
 
 def format_turn(turn: tuple[Action, ...]) -> str:
-    """The inverse of ``parse_turn``."""
+    """The text of a turn, as in the file of a plan: ``0F3&0B1``."""
     return "&".join(map(str, turn))

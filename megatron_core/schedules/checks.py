@@ -69,9 +69,7 @@ def _misplaced(plan: Plan) -> Iterator[str]:
 
 def _stuck(plan: Plan) -> Iterator[str]:
     """Walk through the plan; in a deadlock yield the action each rank waits for."""
-    done: set[Action] = set()
-    for _, action in plan.walk():
-        done.add(action)
+    done = {action for _, turn in plan.walk() for action in turn}
     for rank, turns in enumerate(plan.turns):
         turn = next((turn for turn in turns if turn[0] not in done), None)
         if turn is not None:

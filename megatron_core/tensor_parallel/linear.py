@@ -4,7 +4,7 @@ Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, wei
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel form.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -50,6 +50,12 @@ class LinearGradients:
         """``weight_grad`` from the result of ``start_gather``."""
         return weight_grad(self.weight, x, self.grad_y)
 
+    def gather_and_multiply(self, x: Tensor, comm: LinearComm) -> Tensor | None:
+        """``of_weight`` from the input of this rank."""
+        gathered, gathering = self.start_gather(x, comm)
+        gathering.wait()
+        return self.of_weight(gathered)
+
 
 class MatrixProducts:
     """The products of a linear layer; a feature derives others, whose objects belong to one layer and may keep state.
@@ -92,9 +98,8 @@ def parallel_linear(
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO (or y_sBO).
 
     A product whose output is summed over ranks has no bias: each rank would add it. If ``weight`` has a ``main_grad``,
-    its gradient is added there and autograd gets None. If it has a collecting ``grad_queue``
-    (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``products``, if given, computes
-    the matrix products.
+    its gradient is added there and autograd gets None. A split backward may compute it later
+    (``defers_weight_grad``). ``products``, if given, computes the matrix products.
     """
     if torch.compiler.is_compiling():
         assert products is None, "validated: torch.compile has no products in another precision"
@@ -273,7 +278,8 @@ def _input_and_weight_grads(
     else:
         grad_y = gather_output_grad(grad_y, comm)
     gradients = products.gradients(weight, grad_y, saved)
-    needs_weight = needs_weight and not _is_deferred(gradients, x, comm)
+    # The input is gathered only by the deferred job, so that a waiting one does not keep the whole sequence.
+    needs_weight = needs_weight and not defers_weight_grad(weight, lambda: gradients.gather_and_multiply(x, comm))
     # Gathered again instead of kept: otherwise sequence parallelism would only save memory between the layers
     # (Korthikanti et al. 2022, section 4.2.2).
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
@@ -298,22 +304,13 @@ def _start_input_grad(
     return start_input_grad_reduction(gradients.of_input(), comm)
 
 
-def _is_deferred(gradients: LinearGradients, x: Tensor, comm: LinearComm) -> bool:
-    """Queue the weight gradient if a split backward attached a queue to the weight; returns whether it did."""
-    weight = gradients.weight
+def defers_weight_grad(weight: nn.Parameter, job: Callable[[], Tensor | None]) -> bool:
+    """Whether a split backward (Qi et al. 2024) computes a weight's gradient later, in a bubble of the pipeline.
+
+    ``job`` returns the gradient, or None if it added it to ``main_grad``.
+    """
     queue = getattr(weight, "grad_queue", None)
-    if queue is None or not queue.is_collecting:
-        return False
-
-    def job() -> None:
-        gathered, gathering = gradients.start_gather(x, comm)
-        gathering.wait()
-        add_to_grad(weight, gradients.of_weight(gathered))
-
-    # W of a split backward (Qi et al. 2024): the queue runs in what would be a bubble of the pipeline. The input is
-    # gathered only then, so that a waiting job does not keep the whole sequence.
-    queue.put(job)
-    return True
+    return queue is not None and queue.takes(weight, job)
 
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:
@@ -327,13 +324,6 @@ def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | Non
     # gradient_accumulation_fusion).
     accumulate_weight_grad_(main_grad, flat_grad, flat_x)
     return None
-
-
-def add_to_grad(weight: nn.Parameter, grad: Tensor | None) -> None:
-    """Accumulate in ``weight.grad`` a gradient that was not added to ``main_grad``, as autograd does."""
-    if grad is not None:
-        # Not in place: autograd's own first gradient may share memory with another tensor.
-        weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def main_grad_of(weight: nn.Parameter) -> Tensor | None:

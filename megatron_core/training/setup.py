@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,6 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.parallel import compression_of
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
@@ -170,10 +168,10 @@ class Run(Trainable):
     @property
     def layout(self) -> str:
         """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
-        plan_file = self.config.parallel.pipeline_plan
-        layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
+        plan_name = self.config.parallel.plan_name
+        layout = self.config.parallel.layout_words(self.config.model.num_layers, self.world.size)
         layout += f" in {self.groups.outer.size()} groups" if self.groups.outer.size() > 1 else ""
-        return f"{layout} plan {Path(plan_file).name}" if plan_file else layout
+        return f"{layout} plan {plan_name}" if plan_name else layout
 
     def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
         """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one."""

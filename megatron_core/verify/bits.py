@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Protocol
 
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import listed
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.hash_records import HashDifference, HashRecord, first_hash_difference
 from megatron_core.verify.bounds import EPSILON
 from megatron_core.verify.parity import reference_of

@@ -8,13 +8,12 @@ from itertools import combinations, product
 from random import Random
 
 from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron_core.config.layout import Layout as Layout
-from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.cuda_graphs.settings import GraphConfig
+from megatron_core.planner.layout import Layout as Layout
 from megatron_core.verify.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
 from megatron_core.verify.together import incomparable
 
@@ -44,8 +43,8 @@ NO_SWITCHES = """
     exit_duration_in_mins seed moe_router_force_load_balancing disable_bf16_reduced_precision_matmul"""
 """Settings with which a run may resume although they change its results, its steps or its data."""
 
-_CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"  # part of a layout's name
-OF_STAGES = {name: usual for name, usual in BALANCED_STAGES.items() if name not in _CHUNKS} | {"pipeline_plan": None}
+_IN_NAMES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule"
+OF_STAGES = {name: usual for name, usual in ParallelConfig().stage_defaults().items() if name not in _IN_NAMES}
 """Settings of the pipeline stages and of the plan, with their defaults."""
 
 

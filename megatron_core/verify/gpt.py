@@ -10,12 +10,12 @@ from itertools import chain
 import numpy as np
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
 from megatron_core.features.outer_steps.part import OuterSteps
 from megatron_core.parallel.texts import gather_strings
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.hash_records import HashRecord
 from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.driver import StepHooks

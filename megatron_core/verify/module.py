@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.errors import LayoutError
 from megatron_core.optimizer.loss_scale import ConstantLossScale
@@ -19,6 +18,7 @@ from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.hash_records import HashRecord
 from megatron_core.reports.state_hashes import HashedSteps, StateHashes
 from megatron_core.schedules import make_plan

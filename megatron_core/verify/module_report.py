@@ -14,9 +14,9 @@ from megatron_core.any_model.arguments import check_functions, check_positive
 from megatron_core.any_model.engine import Engine, loss_of
 from megatron_core.any_model.tensor_heads import Heads
 from megatron_core.any_model.tensor_trial import PARTIAL
-from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.bounds import Bounds, beyond, relative_errors
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from megatron_core.verify.trace import RankTrace, Trace, assemble

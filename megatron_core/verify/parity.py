@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import listed
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.bounds import (
     EPSILON,
     FLOAT64_BOUND,

@@ -18,12 +18,12 @@ import torch._dynamo  # recomputation imports it, which takes 1.5 s; forked rank
 import torch.distributed as dist
 
 from megatron_core import parallel_state
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.simulated.divided import consecutive, run_divided
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.launch import join
+from megatron_core.planner.layout import Layout
 
 DIVIDED = 64
 """Ranks of a simulated world from which on it is divided over processes."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.datasets.indexed import get_bin_path, get_idx_path
 from megatron_core.datasets.keyed_dataset import mix64
+from megatron_core.planner.layout import Layout
 from megatron_core.preprocess.builder import IndexedDatasetBuilder
 from megatron_core.training.step import train_step
 from megatron_core.verify.comparison import Task

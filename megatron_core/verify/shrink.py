@@ -8,7 +8,6 @@ from typing import Any
 from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.layer_settings import LayerBlock
-from megatron_core.config.layout import Layout
 from megatron_core.config.setting import declarations
 from megatron_core.config.training import BadStepConfig
 from megatron_core.config.validate import problems
@@ -19,6 +18,8 @@ from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
+from megatron_core.features.stage_layouts.settings import ENDS, StageLayoutConfig
+from megatron_core.planner.layout import Layout
 from megatron_core.resilience.settings import ElasticConfig, FaultConfig, RecoveryConfig, RerunConfig
 from megatron_core.verify.together import shared_micro_batches
 
@@ -27,7 +28,6 @@ HEAD_SIZE, SEQUENCE = 8, 16
 LARGE_WORLD, LARGE_WORLD_HEAD_SIZE, LARGE_WORLD_SEQUENCE = 512, 4, 8
 """Worlds of at least ``LARGE_WORLD`` ranks hold many activations: with Llama 3 405B's stages on 128 ranks, two steps
 took 5.8 GB with the usual sizes and 2.3 GB with these."""
-FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 SIZES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length num_experts
     moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size
@@ -95,7 +95,7 @@ def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
     """``num_layers`` and the settings that assign layers to stages with fewer layers, and the same differences between
     the stages; None if there is no smaller number, or for a ``pipeline_model_parallel_layout``.
     """
-    parallel = config.parallel
+    parallel = config.parallel.section(StageLayoutConfig)
     layers = config.model.num_layers
     if parallel.pipeline_model_parallel_layout is not None or layout.pp == 1:
         return None
@@ -103,7 +103,7 @@ def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
         layers_per_stage, remainder = divmod(layers + parallel.accounted_layers, layout.num_stages)
         fewer = layout.num_stages * min(layers_per_stage, 2) + remainder - parallel.accounted_layers
         return {"num_layers": fewer} if fewer < layers else None
-    ends = {name: getattr(parallel, name) for name in (FIRST, LAST) if getattr(parallel, name) is not None}
+    ends = {name: getattr(parallel, name) for name in ENDS if getattr(parallel, name) is not None}
     middle_stages = layout.pp - len(ends)
     if not ends or middle_stages == 0:
         return None

@@ -2,10 +2,10 @@
 
 from enum import Enum, auto
 
-from megatron_core.config.layout import Layout
 from megatron_core.config.run import RunConfig
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.fp8.settings import FP8Config
+from megatron_core.planner.layout import Layout
 
 
 class Scope(Enum):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import tyro
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.checkpoint.runs import start, stored

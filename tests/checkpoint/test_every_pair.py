@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_core import parallel_state
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
 from tests.parity.moe_rows import DEEPSEEK

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_core.commands.verify_layout import LayoutOptions, task_of
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.training import TrainingConfig
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.comparison import Task, changed_lines, changed_values, not_compared
 from megatron_core.verify.shrink import OF_COMPARISON, at_full_size, short_schedules, shrunk, small_run
 from megatron_core.verify.table import setting_words

@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -18,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_core.config import ParallelConfig
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.simulated.divided import Connections, Failed, consecutive, run_divided
 from megatron_core.cpu_ranks.simulated.meeting import Meeting
 from megatron_core.cpu_ranks.simulated.world import WorldError
+from megatron_core.features.paired_passes.interleave import hand_over, interleave
 from megatron_core.parallel import configured, current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.meter import METER
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world, whole_copies
 
@@ -232,8 +233,8 @@ def own_state() -> tuple[object, ...]:
         seen.append(current.current().index("tp"))
         return int(total.item())
 
-    with Interleaver(torch.device("cpu")) as interleaver:
-        sums = interleaver.run(lambda: inner(10), lambda: inner(20))
+    with ThreadPoolExecutor(1) as pool:
+        sums = interleave(pool, torch.device("cpu"), lambda: inner(10), lambda: inner(20))
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     y.register_hook(lambda _: seen.append(current.current().rank))

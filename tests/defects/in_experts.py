@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
-from tests.defects.patch import argument, assigned, attribute, call, condition, constant, statement, without_call
+from tests.defects.patch import (
+    argument,
+    assigned,
+    attribute,
+    call,
+    condition,
+    constant,
+    expression,
+    statement,
+    without_call,
+)
 
 IN_EXPERTS = (
     # Partial gradients.
@@ -97,7 +107,7 @@ IN_EXPERTS = (
     ),
     Defect(
         "the forward of a pair takes the gradients of its backward",
-        "pipeline_parallel.executor:Executor._run_turn",
+        "features.paired_passes.interleave:paired_turns",
         argument("zip", 1, "OLD[::-1]"),
         "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs",
         culprit="output of decoder.layers or gradient of the output of decoder.layers",
@@ -122,7 +132,7 @@ IN_EXPERTS = (
     Defect(  # C33
         "weight gradients of experts that were put off are lost",
         "features.experts.grouped_linear:_GroupedLinear.backward",
-        call("add_to_grad", "None"),
+        expression("lambda: gradients.of_weight(x)", "lambda: None"),
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
         culprit="gradient of the parameter *experts",

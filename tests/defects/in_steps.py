@@ -9,7 +9,6 @@ from tests.defects.patch import (
     attribute,
     call,
     condition,
-    constant,
     expression,
     returned,
     statement,
@@ -38,7 +37,7 @@ IN_STEPS = (
     ),
     Defect(  # C34
         "last stage begins one layer early",
-        "config.partition:_runs",
+        "config.partition:layer_runs",
         argument("range", 0, "max(OLD - 1, 0)"),
         "5 layers, pp2",
         "C34",
@@ -74,7 +73,7 @@ IN_STEPS = (
     ),
     Defect(  # C33
         "a weight gradient that was put off is lost",
-        "pipeline_parallel.weight_grad:WeightGradQueue.run",
+        "features.pipeline_schedules.weight_grad:WeightGradQueue.run",
         call("pop", "OLD[micro == 1:]", number=1),
         "pp2 zb_h1",
         "C33",
@@ -82,19 +81,19 @@ IN_STEPS = (
     ),
     Defect(  # C33
         "weight gradients are put off and computed at once, too",
-        "tensor_parallel.linear:_is_deferred",
-        constant(True, "False"),
+        "tensor_parallel.linear:defers_weight_grad",
+        returned("OLD and False"),
         "pp2 zb_h1",
         "C33",
         culprit="gradient of the parameter decoder.layers",
     ),
     Defect(  # C12
         "overlapped sums begin before weight gradients that were put off",
-        "pipeline_parallel.executor:Executor._run_backward",
+        "features.pipeline_schedules.weight_grad:split_backward",
         text(
-            "with self._queue.collecting(action.stage, action.micro):",
-            "self.listener.on_last_weights(action.stage)\n"
-            "        with self._queue.collecting(action.stage, action.micro):",
+            "with queue.collecting(action.stage, action.micro):",
+            "executor.listener.on_last_weights(action.stage)\n"
+            "            with queue.collecting(action.stage, action.micro):",
         ),
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
@@ -102,10 +101,10 @@ IN_STEPS = (
     ),
     Defect(  # C12
         "overlapped sums begin before the last weight gradients are computed",
-        "pipeline_parallel.executor:Executor._run_weights",
+        "features.pipeline_schedules.weight_grad:split_backward",
         statement(
-            "self._queue.run(action.stage, action.micro)",
-            "self.listener.on_last_weights(action.stage)\nself._queue.run(action.stage, action.micro)",
+            "queue.run(action.stage, action.micro)",
+            "executor.listener.on_last_weights(action.stage)\nqueue.run(action.stage, action.micro)",
         ),
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
@@ -207,8 +206,8 @@ IN_STEPS = (
     ),
     Defect(  # C12 C36
         "overlapped sums begin after the first micro-batch",
-        "pipeline_parallel.executor:Executor._run_backward",
-        condition("True", number=2),
+        "pipeline_parallel.executor:Executor.run_action",
+        condition("True", number=1),
         "dp2, overlap",
         "C12 C36",
         culprit="gradient of the parameter ",

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 from megatron_core.verify import GPTExperiment, RankFailure, Trace, assemble, run_ranks, shrunk
 from megatron_core.verify.bounds import Bounds
 from megatron_core.verify.ranks import run_simulated

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,17 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core import feature
 from megatron_core.commands.show_schedule import main
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems
+from megatron_core.features.pipeline_schedules.plan_file import plan_from_text
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.planner.simulate import Costs, peak_activations, simulate
-from megatron_core.schedules import SCHEDULES, make_plan
+from megatron_core.schedules import SCHEDULES, make_plan, schedules
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.plan_file import plan_from_text
-from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import Chain, run_chain
 
@@ -33,17 +32,15 @@ COLUMNS = "100"
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Iterator[ModuleType]:
-    """The worked example as a module; its row is removed from the table after the test."""
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The worked example as a module; its feature is registered for one test."""
+    monkeypatch.setattr(feature, "_ADDED", {})
     path = tmp_path / "eager.py"
     path.write_text(re.search(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[1])
-    before = dict(SCHEDULES)
     spec = importlib.util.spec_from_file_location("eager", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
-    SCHEDULES.clear()
-    SCHEDULES.update(before)
+    return module
 
 
 def _run(name: str, ranks: int, micros: int) -> None:
@@ -86,7 +83,7 @@ def test_table_of_schedules() -> None:
     found = re.findall(r"^\| `(\w+)`( in pairs)? \|(.*)\|$", PAGE, flags=re.MULTILINE)
     rows = {(name, bool(paired)): cells for name, paired, cells in found}
     every = {(name, False) for name in SCHEDULES if name != "forward_only"}
-    assert set(rows) == every | {(name, True) for name in PAIRED}
+    assert set(rows) == every | {(name, True) for name in schedules(in_pairs=True)}
     for (name, paired), cells in rows.items():
         plan = make_plan(name, 4, SCHEDULES[name].chunks or 2, 8, paired=paired)
         *_, bubble, peak = (cell.strip() for cell in cells.split("|"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 
 
 def layout_of(case: str) -> Layout:

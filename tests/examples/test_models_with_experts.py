@@ -9,8 +9,8 @@ import pytest
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.file import read_config
 from megatron_core.config.flops import flops_per_token, forward_flops_per_token
-from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.verify import shrunk
 from megatron_core.verify.comparison import configured, every_layout

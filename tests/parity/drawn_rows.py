@@ -19,9 +19,9 @@ from functools import partial
 import numpy as np
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
+from megatron_core.planner.layout import Layout
 from megatron_core.verify import RankFailure, Trace, trace_training
 from megatron_core.verify.bounds import FLOAT64_BOUND, Bounds, beyond, relative_errors, rounding_noise
 from megatron_core.verify.gpt import train_traced

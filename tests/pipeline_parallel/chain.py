@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from megatron_core.parallel.interleave import hand_over
+from megatron_core.features.paired_passes.interleave import hand_over
 from megatron_core.pipeline_parallel.executor import Executor, Listener
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P

@@ -22,10 +22,9 @@ from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.pipeline_parallel.executor import Executor, Listener
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
-from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan
+from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan, schedules
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
 from tests.pipeline_parallel.one_queue import one_queue_for_each_group
@@ -71,7 +70,7 @@ def _plans(num_ranks: int) -> Iterator[Plan]:
             continue
         for chunks in (2, 3, 4) if schedule.chunks is None else (schedule.chunks,):
             yield from (make_plan(name, num_ranks, chunks, micros) for micros in (1, 2, 3, 5, 2 * num_ranks + 1))
-    for name in PAIRED:
+    for name in schedules(in_pairs=True):
         chunks = SCHEDULES[name].chunks or 2
         yield from (make_plan(name, num_ranks, chunks, micros, paired=True) for micros in (3, 2 * num_ranks + 1))
     yield from (check_plan(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))

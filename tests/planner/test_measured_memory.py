@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megatron_core.config import RunConfig
 from megatron_core.config.layer_settings import LayerBlock, LayerPart
-from megatron_core.config.layout import Layout
 from megatron_core.features.layer_sizes.settings import write_blocks
 from megatron_core.ops.native import unavailable_reason
 from megatron_core.parallel import World
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.dry_run import RankEstimate
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from megatron_core.features.pipeline_schedules.plan_file import parse_action
+from megatron_core.features.pipeline_schedules.plans import zb_v
 from megatron_core.planner.simulate import Costs, simulate
 from megatron_core.reports.timelines import COLOURS, chrome_trace, shade, timeline_picture
-from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
-from megatron_core.schedules.actions import Action
+from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b
 
 
 def test_plain_picture() -> None:
@@ -56,6 +57,6 @@ def test_chrome_trace() -> None:
     assert [(event["ts"], event["dur"]) for event in events] == [(0, 1000), (8000, 5000), (1500, 1000), (2500, 5000)]
     assert [(event["pid"], event["tid"]) for event in events] == [(0, 0), (0, 0), (1, 1), (1, 1)]
     for event in events:
-        action = Action.parse(event["name"])
+        action = parse_action(event["name"])
         assert event["args"] == {"stage": action.stage, "micro": action.micro, "chunk": 0}
     assert len(chrome_trace(timeline)["traceEvents"]) == 4 + 2, "and the ranks' names"

@@ -80,7 +80,7 @@ def _delayed(timeline: Timeline, delays: dict[Action, float]) -> Timeline:
     """The timeline with some actions and all of their dependents delayed."""
     start, end = {}, {}
     free = dict.fromkeys(range(len(timeline.plan.ranks)), 0.0)
-    for rank, action in timeline.plan.walk():
+    for rank, action in ((rank, action) for rank, turn in timeline.plan.walk() for action in turn):
         soonest = max([free[rank], *(end[need] for need in timeline.plan.needs(action))])
         start[action] = soonest + delays.get(action, 0.0)
         end[action] = free[rank] = start[action] + timeline.end[action] - timeline.start[action]

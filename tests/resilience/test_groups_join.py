@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.optimizer.rule import write_copy
+from megatron_core.planner.layout import Layout
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.verify.groups import GroupsInOneProcess

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
+from megatron_core.planner.layout import Layout
 from megatron_core.resilience.processes import supervisor
 from tests.checkpoint.runs import SMALL, edit, stored
 from tests.end_to_end.recovery_chaos import training_process

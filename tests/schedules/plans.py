@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_core.features.pipeline_schedules.plan_file import parse_turn
 from megatron_core.schedules.actions import (
     Plan,
     format_turn,
-    parse_turn,
     plan_of_turns,
     round_robin_stages,
     v_shaped_stages,

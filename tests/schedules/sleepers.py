@@ -19,6 +19,7 @@ from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.planner.simulate import Timeline
 from megatron_core.reports.trace_files import Recording, TraceWriter
 from megatron_core.schedules.actions import Action, Plan
+from megatron_core.tensor_parallel.linear import defers_weight_grad
 
 MESSAGE = MessageFormat((1,), torch.float32, torch.device("cpu"))
 
@@ -35,10 +36,7 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         time.sleep(ctx.seconds)
-        queue = getattr(ctx.weight, "grad_queue", None)
-        if queue is not None and queue.is_collecting:
-            queue.put(lambda: time.sleep(ctx.seconds))
-        else:
+        if not defers_weight_grad(ctx.weight, lambda: time.sleep(ctx.seconds)):
             time.sleep(ctx.seconds)
         return grad, None, None
 
@@ -81,7 +79,7 @@ def undisturbed(timelines: Collection[Timeline]) -> Timeline:
     before = {action: earlier for actions in plan.ranks for earlier, action in pairwise(actions)}
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
-    for _, action in plan.walk():
+    for action in (action for _, turn in plan.walk() for action in turn):
         needs = [need for need in (before.get(action), *plan.needs(action)) if need is not None]
         possible = [max((t.end[need] for need in needs), default=0.0) for t in timelines]
         delay = min(t.start[action] - soonest for t, soonest in zip(timelines, possible, strict=True))

@@ -7,7 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from megatron_core.schedules import SCHEDULES, gpipe, make_plan, one_f_one_b, zb_h1, zb_v
+from megatron_core.features.pipeline_schedules.plan_file import parse_action
+from megatron_core.features.pipeline_schedules.plans import gpipe, zb_h1, zb_v
+from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.checks import check_plan, order_problems
 from tests.schedules.plans import parse_plan
@@ -101,6 +103,6 @@ def test_two_streams_over_one_link_may_be_taken_in_any_order() -> None:
     """On a V, rank 0 sends 0F1 before 3I0, and rank 1 consumes the gradient first."""
     lines = ["0F0 3F0 0F1 3I0 3W0 0B0 3F1 3B1 0B1", "1F0 2F0 2I0 2W0 1I0 1W0 1F1 2F1 2B1 1B1"]
     plan = check_plan(parse_plan(lines, (0, 1, 1, 0)), 2)
-    assert plan.messages(0, 1) == [Action.parse(word) for word in ("0F0", "0F1", "3I0", "3B1")]
-    assert plan.messages(1, 0) == [Action.parse(word) for word in ("2F0", "1I0", "2F1", "1B1")]
+    assert plan.messages(0, 1) == [parse_action(word) for word in ("0F0", "0F1", "3I0", "3B1")]
+    assert plan.messages(1, 0) == [parse_action(word) for word in ("2F0", "1I0", "2F1", "1B1")]
     assert Ranks(plan, plan.receive_lookahead).run() == [0, 1]

@@ -9,18 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.errors import ConfigError
-from megatron_core.schedules import (
-    SCHEDULES,
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    interleaved,
-    make_plan,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from megatron_core.features.pipeline_schedules.plans import dualpipe_v, gpipe, zb_h1, zb_h2, zb_v
+from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan, one_f_one_b
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_shaped_stages
 from megatron_core.schedules.checks import check_plan
 
@@ -180,7 +170,7 @@ def test_dualpipe_v_of_two_ranks() -> None:
 
 
 def test_unknown_schedule() -> None:
-    with pytest.raises(ConfigError, match="pipeline_schedule='zbh1' is not a schedule; legal: gpipe, 1f1b,"):
+    with pytest.raises(ConfigError, match="pipeline_schedule='zbh1' is not a schedule; legal: 1f1b, interleaved,"):
         make_plan("zbh1", 4, 1, 8)
 
 

@@ -15,8 +15,8 @@ from megatron_core.checkpoint import find_checkpoint
 from megatron_core.commands.generate_text import GenerateFlags, generate_text, read_prompts
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_parallel import parallel_problems
-from megatron_core.config.rules_stages import stage_problems
 from megatron_core.errors import MegatronError
+from megatron_core.features.stage_layouts.settings import stage_problems
 from megatron_core.inference import Generator
 from megatron_core.inference.generator import GenerationLayout
 from megatron_core.parallel import World

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_core.commands.show_schedule import ScheduleFlags, main, with_bare_json
+from megatron_core.features.pipeline_schedules.plans import gpipe, zb_h1, zb_v
 from megatron_core.planner.simulate import Costs, simulate
 from megatron_core.reports.trace_files import Recording, TraceWriter
-from megatron_core.schedules import SCHEDULES, gpipe, zb_h1, zb_v
+from megatron_core.schedules import SCHEDULES
 from tests.schedules.plans import format_plan
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from examples.custom_model.verify import NextItemUnderTest
-from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
+from megatron_core.planner.layout import Layout
 from megatron_core.reports.hash_records import HashRecord
 from megatron_core.verify import ModuleExperiment, check_bits
 from megatron_core.verify.ranks import this_world

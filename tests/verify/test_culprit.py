@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 from megatron_core.verify import GPTExperiment, check_parity, shrunk
 from megatron_core.verify.culprit import (
     BACKWARD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
+from megatron_core.planner.layout import Layout
 from megatron_core.verify import GPTExperiment, assemble, run_ranks, shrunk
 from megatron_core.verify.bounds import Bounds, ReorderedSums, beyond, relative_errors, rounding_noise
 

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks.shared_memory.backend import expected
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner.layout import Layout
 from megatron_core.verify import GPTExperiment, RankTrace, check_parity, shrunk
 from megatron_core.verify.table import TerminalTable, layout_page, print_wrapped, summary_line
 

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_core.commands.verify_layout import LayoutOptions, main, task_of
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.run import settings
 from megatron_core.config.setting import Resume
 from megatron_core.errors import ConfigError
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.comparison import OF_STAGES, configured, switches, without_switches
 from megatron_core.verify.gpt import GPTExperiment
 from megatron_core.verify.parity import check_parity

@@ -6,10 +6,10 @@ import pytest
 
 from megatron_core.commands.verify_layout import full_size_model
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
 from megatron_core.datasets.loader import packing_of
 from megatron_core.errors import ConfigError
+from megatron_core.planner.layout import Layout
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.verify.comparison import configured, fitting_layouts
 from megatron_core.verify.shrink import at_full_size, shrunk

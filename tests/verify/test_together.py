@@ -8,8 +8,8 @@ import pytest
 
 from megatron_core.commands.verify_layout import LayoutOptions, task_of
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
+from megatron_core.planner.layout import Layout
 from megatron_core.verify import GPTExperiment, check_bits, check_parity, shrunk
 from megatron_core.verify.shrink import at_full_size
 from megatron_core.verify.together import incomparable

@@ -33,10 +33,10 @@ def _rampup_problems(config: RunConfig, copies: int) -> Iterator[str]:
     micro = training.micro_batch_size
     at_once = f"micro_batch_size x data-parallel size = {micro} x {copies} = {micro * copies}"
     yield from fit_problems("rampup_batch_size", ramp, "global_batch_size", micro * copies, at_once)
-    if config.parallel.pipeline_plan is not None:
+    if (plan := config.optional("pipeline_plan")) is not None:
         yield (
             f"rampup_batch_size={ramp} needs a plan for each number of micro-batches, but "
-            f"pipeline_plan={config.parallel.pipeline_plan} is for one number; use --pipeline-schedule"
+            f"pipeline_plan={plan} is for one number; use --pipeline-schedule"
         )
 
 
@@ -59,7 +59,7 @@ def _step_problems(config: RunConfig, copies: int) -> Iterator[str]:
     elif training.global_batch_size not in (None, sizes[-1]):
         yield f"{head} ends at {sizes[-1]}, and global_batch_size={training.global_batch_size}; remove one of them"
     for name in ("rampup_batch_size", "pipeline_plan"):
-        if (value := config.flat()[name]) is not None:
+        if (value := config.optional(name)) is not None:
             yield f"{head} and {name}={value} exclude one another; remove one of them"
 
 

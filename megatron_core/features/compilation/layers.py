@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
+from megatron_core.features.compilation.graphs import compile_forward, keep_out_of_graphs
 from megatron_core.features.compilation.settings import CompilationConfig
-from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
 from megatron_core.tensor_parallel import ColumnParallelLinear
 from megatron_core.transformer.block import TransformerBlock, TransformerLayer
 from megatron_core.transformer.context import SequenceContext

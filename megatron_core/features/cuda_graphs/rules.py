@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.run import RunConfig
 from megatron_core.features.cuda_graphs.settings import GraphConfig
+from megatron_core.schedules import schedules
 
 REFUSED = {
     "lora_rank": "layers with adapters are not captured",
@@ -25,13 +26,12 @@ def graph_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, reason in REFUSED.items():
         if values.get(name):
             yield f"{name}={values[name]} cannot be used with cuda_graph_impl=local: {reason}; remove one of them"
-    splits = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
     passes_messages = not set(values["cp_comm_type"]) <= {"a2a", "all_gather"}
     schedule = parallel.schedule(model.num_layers)
     excluded = {
         f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
         f"cp_comm_type={' '.join(values['cp_comm_type'])}": parallel.context_parallel_size > 1 and passes_messages,
-        f"pipeline_schedule={schedule}": schedule in splits or config.runs_in_pairs,
+        f"pipeline_schedule={schedule}": schedules()[schedule].splits_backward or parallel.runs_in_pairs(config),
         f"cuda_graph_modules={' '.join(graphs.cuda_graph_modules)} and parallel_residual_shared_norm=True": (
             bool(graphs.cuda_graph_modules) and model.parallel_residual_shared_norm
         ),

@@ -30,7 +30,7 @@ from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_
 from megatron_core.features.experts.grouped_linear import Chunks
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.sharding import Range, ShardSpec
-from megatron_core.tensor_parallel.linear import main_grad_of
+from megatron_core.tensor_parallel.linear import defers_weight_grad, main_grad_of
 from megatron_core.tensor_parallel.linear_comm import LinearComm, gather_input
 
 
@@ -174,10 +174,7 @@ class _InvariantLinear(torch.autograd.Function):
 
 def _compute_or_defer(weight: nn.Parameter, job: Callable[[], None]) -> None:
     """Compute a weight's gradient now, or when the pipeline schedule asks for it."""
-    queue = getattr(weight, "grad_queue", None)
-    if queue is not None and queue.is_collecting:
-        queue.put(job)
-    else:
+    if not defers_weight_grad(weight, job):
         job()
 
 

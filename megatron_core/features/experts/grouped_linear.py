@@ -13,7 +13,7 @@ from megatron_core.features.experts.grouped import accumulate_grouped_weight_gra
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import ShardSpec
 from megatron_core.tensor_parallel.arithmetic import LayerArithmetic, SplitOver
-from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
+from megatron_core.tensor_parallel.linear import defers_weight_grad, main_grad_of
 
 
 def grouped_linear(
@@ -80,13 +80,9 @@ class _GroupedLinear(torch.autograd.Function):
         weight = ctx.weight
         # Expanded gradients, as of a sum, have stride 0, which grouped products do not take.
         gradients = ctx.products.gradients(weight, grad_y.contiguous(), ctx.counts, ctx.saved_by_products)
-        queue = getattr(weight, "grad_queue", None)
         grad_weight = None
-        if ctx.needs_input_grad[1]:
-            if queue is not None and queue.is_collecting:
-                queue.put(lambda: add_to_grad(weight, gradients.of_weight(x)))
-            else:
-                grad_weight = gradients.of_weight(x)
+        if ctx.needs_input_grad[1] and not defers_weight_grad(weight, lambda: gradients.of_weight(x)):
+            grad_weight = gradients.of_weight(x)
         return gradients.of_input() if ctx.needs_input_grad[0] else None, grad_weight, None, None, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,16 @@ from torch import Tensor
 from megatron_core.parallel.collectives import start_all_to_all_rows
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.handles import Handle
-from megatron_core.parallel.interleave import hand_over
+from megatron_core.parallel.rank_local import RankLocal
+
+WHILE_ROWS_ARRIVE: RankLocal[list[Callable[[], None]]] = RankLocal(list)
+"""Functions that compute something else on this rank while an exchange is in flight; all its ranks call them."""
+
+
+def hand_over() -> None:
+    """Call ``WHILE_ROWS_ARRIVE``, between the start of a message and its wait."""
+    for compute in WHILE_ROWS_ARRIVE():
+        compute()
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -22,7 +31,7 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 class RowExchange:
     """``exchange_rows`` of several tensors in two halves, so that computation between them overlaps with it.
 
-    In forward and in backward it switches to the other function of ``interleave`` between the halves.
+    In forward and in backward it calls ``WHILE_ROWS_ARRIVE`` between the halves.
     """
 
     def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:
@@ -54,8 +63,8 @@ class RowExchange:
     def finish(self) -> list[Tensor]:
         """Wait for the rows and return them."""
         if self._group.size() > 1:
-            # Between start and wait is the only point where the other function of a pair can use this rank's time. A
-            # rank alone sends nothing, and must not switch where ranks of other groups do not.
+            # Between start and wait is the only point where other computations can use this rank's time. A rank alone
+            # sends nothing, and must not compute others where ranks of other groups do not.
             hand_over()
         for handle in self._handles:
             handle.wait()

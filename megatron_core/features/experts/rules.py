@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from megatron_core.config.rule_helpers import divisors, uneven
 from megatron_core.config.run import RunConfig
 from megatron_core.features.experts.settings import MoEConfig
-from megatron_core.schedules.table import PAIRED
 
 
 def moe_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -27,7 +26,6 @@ def moe_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if model.moe_latent_size is not None:
         yield from _latent_problems(model, layout_invariant=config.parallel.layout_invariant)
     yield from _split_problems(config, model)
-    yield from _overlap_problems(config, model)
 
 
 def _layer_problems(model: MoEConfig) -> Iterator[str]:
@@ -183,32 +181,3 @@ def _split_problems(config: RunConfig, model: MoEConfig) -> Iterator[str]:
         parallel.expert_tensor_size,
         " (the default is tensor_model_parallel_size)",
     )
-
-
-def _overlap_problems(config: RunConfig, model: MoEConfig) -> Iterator[str]:
-    """Layouts in which a forward and a backward cannot run together."""
-    parallel, exchange = config.parallel, model.moe_token_dispatcher_type
-    if not parallel.overlap_moe_expert_parallel_comm or model.num_layers < 1:
-        return
-    schedule = parallel.schedule(model.num_layers)
-    if parallel.pipeline_plan is not None:
-        yield (
-            f"overlap_moe_expert_parallel_comm=True chooses the pairs of a schedule, and pipeline_plan="
-            f"{parallel.pipeline_plan} has its own; remove one of them and write pairs as 0F1&0B0"
-        )
-    elif schedule not in PAIRED:
-        yield (
-            f"overlap_moe_expert_parallel_comm=True runs forwards together with backwards, which pipeline_schedule="
-            f"{schedule} has in no pairs; legal: {', '.join(PAIRED)}"
-        )
-    if exchange != "alltoall":
-        yield (
-            f"overlap_moe_expert_parallel_comm=True overlaps moe_token_dispatcher_type=alltoall, not {exchange}; "
-            "choose alltoall or remove --overlap-moe-expert-parallel-comm"
-        )
-    if parallel.dp_zero_stage == 3 and schedule != "dualpipe_v":
-        yield (
-            "overlap_moe_expert_parallel_comm=True uses the weights of two layers of a stage at the same time, and "
-            "zero_stage=3 frees those of all but one; legal: 0, 1, 2, or pipeline_schedule=dualpipe_v, whose pairs are "
-            "of different stages"
-        )

@@ -77,8 +77,7 @@ def connection_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, reason in REFUSED.items():
         if value := config.optional(name):
             yield f"{name}={value} cannot be used with enable_mhc_connections=True: {reason}; remove one of them"
-    parallel = config.parallel
-    layout = parallel.pipeline_model_parallel_layout
+    layout = config.optional("pipeline_model_parallel_layout")
     # The first layer copies the embedding to the streams, and the last one joins them: no other stage can.
     if layout is not None and not _ends_have_layers(config):
         yield (
@@ -86,7 +85,7 @@ def connection_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "enable_mhc_connections=True needs there; move a t to it"
         )
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
-        if getattr(parallel, name):
+        if config.optional(name):
             yield f"{name}=True can leave a stage without the layer that enable_mhc_connections=True needs; remove it"
 
 

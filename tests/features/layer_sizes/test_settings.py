@@ -14,11 +14,11 @@ from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config, read_flags
 from megatron_core.config.file import read_config, write_config
 from megatron_core.config.flops import forward_flops_per_token
-from megatron_core.config.layout import Layout
 from megatron_core.config.partition import layers_by_stage, partition_by_cost
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.layer_sizes.settings import LAYERS_JSON, read_blocks, write_blocks
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.comparison import configured
 from megatron_core.verify.shrink import shrunk
 from tests.parity.heterogeneous_rows import BLOCKS, LAYERS, NEMOTRON

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_core.config.layout import Layout
 from megatron_core.cpu_ranks import interrupt
+from megatron_core.planner.layout import Layout
 from megatron_core.resilience.processes.memory import Copy
 from megatron_core.resilience.processes.rendezvous import LOST_STATE, NO_STATE, End, Failure, Members, Rendezvous
 from megatron_core.resilience.recovery_choice import (

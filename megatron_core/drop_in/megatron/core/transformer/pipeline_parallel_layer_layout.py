@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron.core.enums import LayerType
 from megatron_core.errors import LayoutError
+from megatron_core.features.stage_layouts.spellings import LETTERS, parse_layout
 from megatron_core.parallel.getters import getters
-from megatron_core.schedules.stage_notation import LETTERS, parse_layout
 
 _pipeline_rank = getters("pp", "that share the layers")[2]
 _TYPES = {"E": LayerType.embedding, "t": LayerType.decoder, "L": LayerType.loss, "m": LayerType.mtp}

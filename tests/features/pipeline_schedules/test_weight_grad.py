@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_core.features.pipeline_schedules.weight_grad import WeightGradQueue
 from megatron_core.parallel.groups import Grid, ParallelGroups
-from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.transformer.recompute import recomputed
@@ -70,7 +70,8 @@ def test_micro_batches_are_kept_apart() -> None:
     queue, done = WeightGradQueue(), []
     for micro in (0, 1):
         with queue.collecting(3, micro):
-            queue.put(lambda micro=micro: done.append(micro))
+            assert queue.takes(nn.Parameter(), lambda micro=micro: done.append(micro))
+    assert not queue.takes(nn.Parameter(), done.clear)
     queue.run(3, 1)
     assert done == [1]
     queue.run(3, 0)

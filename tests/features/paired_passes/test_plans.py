@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.features.pipeline_schedules.plan_file import plan_from_text
+from megatron_core.features.pipeline_schedules.plans import dualpipe_v, zb_v
 from megatron_core.planner.simulate import Costs, peak_activations, simulate
 from megatron_core.reports.timelines import timeline_picture
 from megatron_core.reports.trace_files import Recording, TraceWriter, measured_costs, read_trace
-from megatron_core.schedules import SCHEDULES, dualpipe_v, make_plan, zb_v
+from megatron_core.schedules import SCHEDULES, make_plan, schedules
 from megatron_core.schedules.actions import Action, Plan, format_turn
 from megatron_core.schedules.checks import check_plan, plan_problems
-from megatron_core.schedules.plan_file import plan_from_text
-from megatron_core.schedules.table import PAIRED
 from tests.schedules.plans import format_plan, parse_plan
 
 
@@ -25,7 +25,7 @@ def text(plan: Plan) -> list[str]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(PAIRED), st.integers(1, 8), st.integers(2, 4), st.integers(1, 24))
+@given(st.sampled_from(list(schedules(in_pairs=True))), st.integers(1, 8), st.integers(2, 4), st.integers(1, 24))
 def test_every_plan_in_pairs_is_sound(name: str, ranks: int, chunks: int, micros: int) -> None:  # C32
     chunks = SCHEDULES[name].chunks or chunks
     plan = check_plan(make_plan(name, ranks, chunks, micros, paired=True), micros)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_core.config.parallel import BALANCED_STAGES, ParallelConfig
+from megatron_core.config.parallel import ParallelConfig
 from megatron_core.errors import LayoutError
-from megatron_core.schedules import SCHEDULES, TRAINING
+from megatron_core.schedules import schedules, training_schedules
 
 _SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "v": "chunks", "dp": "dp", "ep": "ep", "etp": "etp"}
 _OTHER_NAMES = {"x": "v"}
@@ -17,7 +17,6 @@ _SWITCHES = {
     **{f"zero{stage}": ("zero_stage", stage) for stage in (1, 2, 3)},
     "overlap": ("overlap", True),
 }
-_WORDS = f"tpN, cpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap, {', '.join(TRAINING)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Layout:
             name, value = _field_of(word, text)
             if name in values:
                 raise LayoutError(
-                    f"layout {text!r}: {word!r} gives {name} a second time; use each of {_WORDS} at most once"
+                    f"layout {text!r}: {word!r} gives {name} a second time; use each of {_words()} at most once"
                 )
             values[name] = value
         return cls(**values)  # type: ignore[arg-type]
@@ -64,19 +63,7 @@ class Layout:
     @classmethod
     def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> Layout:
         """The layout of these settings."""
-        return cls(
-            tp=parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            chunks=1 if parallel.implied_chunks else parallel.num_chunks(num_layers),
-            schedule=parallel.pipeline_schedule,
-            dp=parallel.data_parallel_size(world_size),
-            ep=parallel.expert_model_parallel_size,
-            etp=parallel.expert_tensor_parallel_size,
-            sequence_parallel=parallel.sequence_parallel,
-            zero_stage=parallel.dp_zero_stage,
-            overlap=parallel.overlap_grad_reduce,
-        )
+        return cls.parse(parallel.layout_words(num_layers, world_size))
 
     def __str__(self) -> str:
         sizes = {word: getattr(self, name) for word, name in _SIZES.items()}
@@ -88,7 +75,7 @@ class Layout:
     @property
     def num_stages(self) -> int:
         """Stages of the whole model."""
-        implied = SCHEDULES[self.schedule].chunks if self.schedule else None
+        implied = schedules()[self.schedule].chunks if self.schedule else None
         return self.pp * (implied or self.chunks)
 
     @property
@@ -99,13 +86,12 @@ class Layout:
     def settings(self) -> dict[str, object]:
         """The layout as settings for ``RunConfig.from_flat``."""
         return {
-            **BALANCED_STAGES,
+            **ParallelConfig().stage_defaults(),
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,
             "pipeline_model_parallel_size": self.pp,
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
             "pipeline_schedule": self.schedule,
-            "pipeline_plan": None,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sequence_parallel,
@@ -120,13 +106,17 @@ class Layout:
         }
 
 
+def _words() -> str:
+    return f"tpN, cpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap, {', '.join(training_schedules())}"
+
+
 def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
     if word in _SWITCHES:
         return _SWITCHES[word]
-    if word in TRAINING:
+    if word in training_schedules():
         return "schedule", word
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
     axis = None if match is None else _OTHER_NAMES.get(match[1], match[1])
     if match is None or axis not in _SIZES:
-        raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_WORDS} (for example 'tp2 pp2 v2 sp')")
+        raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_words()} (for example 'tp2 pp2 v2 sp')")
     return _SIZES[axis], int(match[2])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.rule_helpers import divisors
 from megatron_core.errors import LayoutError
+from megatron_core.planner.layout import Layout
 from megatron_core.verify.comparison import every_layout
 
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.errors import LayoutError
-from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b, zb_v
+from megatron_core.features.pipeline_schedules.plan_file import plan_from_text, read_plan
+from megatron_core.features.pipeline_schedules.plans import zb_v
+from megatron_core.schedules import SCHEDULES, make_plan, one_f_one_b
 from megatron_core.schedules.actions import v_shaped_stages
 from megatron_core.schedules.checks import check_plan
-from megatron_core.schedules.plan_file import plan_from_text, read_plan
 from tests.schedules.plans import format_plan
 
 

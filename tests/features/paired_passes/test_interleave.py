@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from megatron_core.features.paired_passes.interleave import hand_over, interleave
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.reports.meter import METER
 
 CPU = torch.device("cpu")
@@ -35,8 +35,8 @@ def steps(name: str, count: int, log: list[str]) -> Callable[[], str]:
 def test_functions_alternate_until_one_ends(first: int, second: int, order: str) -> None:
     for _ in range(20):
         log: list[str] = []
-        with Interleaver(CPU) as interleaver:
-            assert interleaver.run(steps("a", first, log), steps("b", second, log)) == ("a", "b")
+        with ThreadPoolExecutor(1) as pool:
+            assert interleave(pool, CPU, steps("a", first, log), steps("b", second, log)) == ("a", "b")
         assert " ".join(log) == order
     hand_over()  # without a pair it returns
 
@@ -50,12 +50,11 @@ def test_an_error_ends_both(failing: int) -> None:
     log: list[str] = []
     functions = [steps("a", 9, log), steps("a", 9, log)]
     functions[failing] = fails
-    with Interleaver(CPU) as interleaver, pytest.raises(ValueError, match="of this function"):
-        interleaver.run(*functions)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="of this function"):
+        interleave(pool, CPU, *functions)
     assert len(log) <= 2, "the other function is abandoned where it waits"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("interleaved")]
-    with Interleaver(CPU) as interleaver:  # the next pair is not disturbed
-        assert interleaver.run(steps("a", 2, log), steps("b", 2, log)) == ("a", "b")
+    with ThreadPoolExecutor(1) as pool:  # the next pair is not disturbed
+        assert interleave(pool, CPU, steps("a", 2, log), steps("b", 2, log)) == ("a", "b")
 
 
 def test_an_error_in_a_backward_ends_its_forward() -> None:
@@ -70,8 +69,8 @@ def test_an_error_in_a_backward_ends_its_forward() -> None:
             raise RuntimeError("in the backward")
 
     loss = Fails.apply(torch.ones(2, requires_grad=True)).sum()
-    with Interleaver(CPU) as interleaver, pytest.raises(RuntimeError, match="in the backward"):
-        interleaver.run(steps("a", 9, []), loss.backward)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="in the backward"):
+        interleave(pool, CPU, steps("a", 9, []), loss.backward)
 
 
 def test_each_function_has_its_phase_and_gradient_mode() -> None:
@@ -88,8 +87,8 @@ def test_each_function_has_its_phase_and_gradient_mode() -> None:
         return function
 
     METER.start(ParallelGroups.single(), CPU)
-    with Interleaver(CPU) as interleaver:
-        interleaver.run(run("forward", True), run("backward", False))
+    with ThreadPoolExecutor(1) as pool:
+        interleave(pool, CPU, run("forward", True), run("backward", False))
     METER.stop()
     assert found == {
         "forward": [(("forward", "forward"), True)] * 3,

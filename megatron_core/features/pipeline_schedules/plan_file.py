@@ -10,19 +10,15 @@ ranks. Its value is ``round_robin`` (the default), ``v`` (rank r holds stages r 
 stage in order, as in ``stage_to_rank: 0 1 1 0``.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_core.errors import LayoutError
-from megatron_core.schedules.actions import (
-    Action,
-    Plan,
-    parse_turn,
-    plan_of_turns,
-    round_robin_stages,
-    v_shaped_stages,
-)
+from megatron_core.schedules.actions import Action, Plan, plan_of_turns, round_robin_stages, v_shaped_stages
 from megatron_core.text_file import read_text
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -54,6 +50,24 @@ def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
         raise LayoutError(f"{name} has no actions; write one line for each pipeline rank, such as 0F0 0F1 0B0 0B1")
     actions = [[action for turn in turns for action in turn] for turns in ranks]
     return plan_of_turns(ranks, _stage_to_rank(header, actions, name))
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of ``str`` of an action; ``LayoutError`` if ``text`` is not an action."""
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise LayoutError(
+            f"{text!r} is not a pipeline action; write STAGE, then F, B, I or W, then MICRO-BATCH, as in 2F0"
+        )
+    return Action(int(match[1]), match[2], int(match[3]))
+
+
+def parse_turn(word: str) -> tuple[Action, ...]:
+    """The inverse of ``format_turn``: an action, or a pair such as ``0F3&0B1``."""
+    turn = tuple(map(parse_action, word.split("&")))
+    if len(turn) > 1 and "".join(action.kind for action in turn) != "FB":
+        raise LayoutError(f"{word!r} is not a pair; write a forward, &, then a backward (B) of another micro-batch")
+    return turn
 
 
 def _stage_to_rank(header: str, ranks: list[list[Action]], name: str) -> tuple[int, ...]:

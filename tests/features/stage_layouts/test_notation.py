@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_core.config import ParallelConfig
 from megatron_core.config.cli import parse_run_config, write_config
-from megatron_core.config.layout import Layout
-from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.errors import ConfigError
-from megatron_core.schedules.stage_notation import parse_layout
+from megatron_core.features.stage_layouts.settings import ASSIGNING
+from megatron_core.features.stage_layouts.spellings import parse_layout
+from megatron_core.planner.layout import Layout
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,9 @@ def test_accounted_layers_count_for_chunks() -> None:
 
 def test_a_layout_in_words_leaves_the_balance_to_the_cost_model() -> None:
     chosen = Layout(pp=2, chunks=2).settings()
-    assert BALANCED_STAGES.items() - chosen.items() == {("num_virtual_stages_per_pipeline_rank", None)}
-    assert ParallelConfig(**BALANCED_STAGES) == ParallelConfig()
+    balanced = ParallelConfig().stage_defaults()
+    assert balanced.items() - chosen.items() == {("num_virtual_stages_per_pipeline_rank", None)}
+    assert ParallelConfig(**balanced) == ParallelConfig() and ASSIGNING.items() <= balanced.items()
 
 
 def test_flags_go_through_a_config_file(tmp_path: Path) -> None:

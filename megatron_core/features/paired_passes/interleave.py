@@ -13,16 +13,21 @@ other hands over, too, or ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from megatron_core.features.experts.row_exchange import WHILE_ROWS_ARRIVE
+from megatron_core.features.experts.row_exchange import hand_over as hand_over
 from megatron_core.parallel.meter import METER
-from megatron_core.parallel.rank_local import RankLocal, in_this_rank
+from megatron_core.parallel.rank_local import in_this_rank
+from megatron_core.pipeline_parallel.executor import Executor, RunTurn
+from megatron_core.pipeline_parallel.messages import Message
+from megatron_core.schedules.actions import Action
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -62,7 +67,7 @@ class _Pair:
         except _AbandonedError:
             pass
         # Also KeyboardInterrupt: a thread that dies without giving its turn back would block the other one forever.
-        except BaseException as error:  # raised again by ``Interleaver.run``, in the caller's thread
+        except BaseException as error:  # raised again by ``interleave``, in the caller's thread
             with self._changed:
                 self.error = self.error or error
         self._ended[turn] = True
@@ -81,59 +86,42 @@ class _Pair:
             raise _AbandonedError
 
 
-_RUNNING: RankLocal[list[_Pair]] = RankLocal(list)
-"""The pair that this rank runs, if there is one."""
+def interleave(
+    pool: ThreadPoolExecutor, device: torch.device, first: Callable[[], A], second: Callable[[], B]
+) -> tuple[A, B]:
+    """Run both functions, beginning with ``second`` in a thread of ``pool``; return their results, or raise the first
+    error of either."""
+    pair = _Pair()
+    # The device and the stream of this thread; a new thread has the defaults. Work of both functions in one stream is
+    # ordered as the host calls it, so no events are needed between them.
+    is_cuda = device.type == "cuda"
+    stream: Any = torch.cuda.stream(torch.cuda.current_stream(device)) if is_cuda else nullcontext()
+
+    def on_thread() -> B | None:
+        with stream:
+            return pair.run(1, second)
+
+    WHILE_ROWS_ARRIVE().append(pair.hand_over)
+    # The context of the calling thread holds the rank's state, such as its meter; a pool's thread does not inherit it.
+    other = pool.submit(in_this_rank(on_thread))
+    try:
+        first_result: Any = pair.run(0, first)
+        wait([other])
+    finally:
+        WHILE_ROWS_ARRIVE().remove(pair.hand_over)
+    if pair.error is not None:
+        raise pair.error
+    second_result: Any = other.result()
+    return first_result, second_result
 
 
-def hand_over() -> None:
-    """Switch to the other function of ``Interleaver.run``; call it between the start of a message and its wait. Without
-    another function it does nothing. All ranks of the message's group must call it.
-    """
-    if running := _RUNNING():
-        running[0].hand_over()
+@contextmanager
+def paired_turns(executor: Executor) -> Iterator[RunTurn]:
+    """Yields a function that runs the forward and the backward of a pair together."""
+    with ThreadPoolExecutor(1, "interleaved") as pool:
 
+        def run(turn: tuple[Action, ...], received: tuple[Message | None, ...]) -> tuple[Message | None, ...]:
+            forward, backward = (partial(executor.run_action, *pair) for pair in zip(turn, received, strict=True))
+            return interleave(pool, executor.message.device, forward, backward)
 
-class Interleaver:
-    """Runs pairs of functions; a context manager, which ends its thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = ThreadPoolExecutor(1, "interleaved")
-
-    def __enter__(self) -> Interleaver:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._pool.shutdown()
-
-    def run(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Run both functions, beginning with ``second``; return their results, or raise the first error of either."""
-        pair = _Pair()
-        stream = self._stream()
-
-        def on_thread() -> B | None:
-            with stream:
-                return pair.run(1, second)
-
-        _RUNNING().append(pair)
-        # The context of the calling thread holds the rank's state, such as its meter; a pool's thread does not inherit
-        # it.
-        other = self._pool.submit(in_this_rank(on_thread))
-        try:
-            first_result: Any = pair.run(0, first)
-            wait([other])
-        finally:
-            _RUNNING().remove(pair)
-        if pair.error is not None:
-            raise pair.error
-        second_result: Any = other.result()
-        return first_result, second_result
-
-    def _stream(self) -> AbstractContextManager[Any]:
-        """The device and the stream of the calling thread; a new thread has the defaults."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        # Work of both functions in one stream is ordered as the host calls it, so no events are needed between them.
-        return torch.cuda.stream(torch.cuda.current_stream(self._device))
+        yield run

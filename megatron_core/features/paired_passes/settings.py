@@ -1,0 +1,61 @@
+"""The setting of forwards that run together with backwards, and its rules."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_core.config import conditions as c
+from megatron_core.config.parallel import ParallelConfig
+from megatron_core.config.run import RunConfig
+from megatron_core.config.setting import section, setting
+from megatron_core.schedules import Schedule, schedules
+
+_PLANS = "megatron_core.features.paired_passes.plans"
+_SOURCE = "Megatron-LM's --overlap-moe-expert-parallel-comm"
+SCHEDULES = (
+    Schedule("1f1b", f"{_PLANS}:paired_one_f_one_b", 1, False, _SOURCE, in_pairs=True),
+    Schedule("interleaved", f"{_PLANS}:paired_interleaved", None, False, _SOURCE, in_pairs=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+@section()
+class PairedPassesConfig(ParallelConfig):
+    """Messages of experts during the computation of another micro-batch."""
+
+    overlap_moe_expert_parallel_comm: bool = setting(False, when=c.SEVERAL_EXPERT_RANKS)
+    """Send tokens to and from experts while another micro-batch is computed: after the first forwards, each forward
+    runs together with the backward of an earlier micro-batch. For --pipeline-schedule 1f1b and interleaved, which then
+    hold activations of more micro-batches, and dualpipe_v."""
+
+    def runs_in_pairs(self, config: RunConfig) -> bool:
+        """Whether forwards run together with backwards: without experts there is no exchange to overlap."""
+        return self.overlap_moe_expert_parallel_comm and config.optional("num_experts") is not None
+
+
+def pair_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Layouts in which a forward and a backward cannot run together."""
+    parallel = config.parallel
+    if not parallel.runs_in_pairs(config) or config.model.num_layers < 1:
+        return
+    schedule, in_pairs = parallel.schedule(config.model.num_layers), schedules(in_pairs=True)
+    if (plan_file := config.optional("pipeline_plan")) is not None:
+        yield (
+            f"overlap_moe_expert_parallel_comm=True chooses the pairs of a schedule, and pipeline_plan={plan_file} has "
+            "its own; remove one of them and write pairs as 0F1&0B0"
+        )
+    elif schedule not in in_pairs:
+        yield (
+            f"overlap_moe_expert_parallel_comm=True runs forwards together with backwards, which pipeline_schedule="
+            f"{schedule} has in no pairs; legal: {', '.join(in_pairs)}"
+        )
+    if (exchange := config.value("moe_token_dispatcher_type")) != "alltoall":
+        yield (
+            f"overlap_moe_expert_parallel_comm=True overlaps moe_token_dispatcher_type=alltoall, not {exchange}; "
+            "choose alltoall or remove --overlap-moe-expert-parallel-comm"
+        )
+    if parallel.dp_zero_stage == 3 and schedule != "dualpipe_v":
+        yield (
+            "overlap_moe_expert_parallel_comm=True uses the weights of two layers of a stage at the same time, and "
+            "zero_stage=3 frees those of all but one; legal: 0, 1, 2, or pipeline_schedule=dualpipe_v, whose pairs are "
+            "of different stages"
+        )
