@@ -181,7 +181,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "average",
     ),
     "dropout of the wrong places": CommonDefect(
-        "tensor_parallel.random:KeyedDropout.__init__", argument("name_seed", 1, "'dropout'"), "dropout"
+        "tensor_parallel.dropout:KeyedDropout.__init__", argument("name_seed", 1, "'dropout'"), "dropout"
     ),
 }
 

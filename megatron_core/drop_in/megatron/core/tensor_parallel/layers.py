@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.current import current
 from megatron_core.tensor_parallel import layers
 from megatron_core.tensor_parallel.layers import *  # noqa: F403
-from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
