@@ -25,9 +25,9 @@ from megatron_core.models.build import build_stages
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.groups import COMBINATIONS, LocalGroup
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel_state import grid_of
 from megatron_core.planner.context import attention_flops, traffic
 from megatron_core.planner.explain import readable_bytes
 from megatron_core.planner.footprint import Footprint

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
@@ -27,6 +26,7 @@ from megatron_core.models.build import arithmetic_of, build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -314,7 +314,7 @@ def set_up(
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))
-    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.num_groups)
+    groups = make_groups(parallel, world, ends=plans.ends, outer_groups=config.num_groups)
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
