@@ -46,7 +46,7 @@ from megatron_core.locations import in_storage
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.models.gpt.model import HeadOptions
-from megatron_core.output_file import new_folder, refuse_inputs
+from megatron_core.prepared_output import new_folder, refuse_inputs
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files

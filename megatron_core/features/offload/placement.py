@@ -18,10 +18,11 @@ from torch import Tensor
 
 from megatron_core.data_parallel.memory import Placement
 from megatron_core.errors import ConfigError
-from megatron_core.output_file import make_folder, no_follow_new
+from megatron_core.output_file import make_folder
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.pinned import pinned_bytes
 from megatron_core.parallel.transfer import Transfer, lane
+from megatron_core.prepared_output import no_follow_new
 
 CHUNK = 2**22
 """Elements per chunk: 16 MiB of each float32 tensor."""
