@@ -19,7 +19,8 @@ from megatron_core.any_model.torch_optimizer import (
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.optimizer.loss_scale import make_loss_scale
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 
 PER_GROUP = ("lr", "weight_decay", "eps")

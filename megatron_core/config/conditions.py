@@ -111,9 +111,6 @@ CONSTANT_WEIGHT_DECAY = Condition(
 WARMUP = Condition("a warm-up", lambda run: run.optimizer.has_warmup)
 WSD = Condition("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD")
 LR_DECAY = Condition("another --lr-decay-style", lambda run: run.optimizer.lr_decay_style != "constant")
-DYNAMIC_LOSS_SCALE = Condition(
-    "--fp16 with a dynamic loss scale", lambda run: run.training.fp16 and run.optimizer.loss_scale is None
-)
 
 # Data.
 DIVIDED_DATA = Condition("--data-path", lambda run: run.data.divided_sources)

@@ -171,16 +171,12 @@ class OptimizerConfig(AlgorithmConfig, Extensible):
     rounded stochastically."""
     main_params_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16))
     """Main weights. bf16: none; the optimizer updates the --bf16 weights directly."""
-    loss_scale: float | None = setting(None, r.POSITIVE, needs=given("fp16"), is_refinement=True)
-    """Constant loss scale for --fp16; default: dynamic."""
-    initial_loss_scale: float = setting(2.0**32, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE)
-    """First value of the dynamic loss scale."""
-    min_loss_scale: float = setting(1.0, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE, aliases="min_scale")
-    """Smallest value of the dynamic loss scale."""
-    loss_scale_window: int = setting(1000, r.COUNT, when=c.DYNAMIC_LOSS_SCALE)
-    """Number of consecutive steps without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = setting(2, r.COUNT, when=c.DYNAMIC_LOSS_SCALE)
-    """Number of steps with overflow after which the dynamic loss scale is halved."""
+
+    @property
+    def scale_rule(self) -> str | None:
+        """Hook: a function from these settings and the dtype of the weights to an ``optimizer.loss_scale.LossScale``,
+        which a feature overrides; None: the loss is not scaled."""
+        return None
 
     @property
     def has_warmup(self) -> bool:

@@ -21,6 +21,7 @@ from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.length_warmup import LENGTH_WARMUP
 from megatron_core.features.local_copies import LOCAL_COPIES
 from megatron_core.features.lora import LORA
+from megatron_core.features.loss_scaling import LOSS_SCALING
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.mean_of_means import MEAN_OF_MEANS
 from megatron_core.features.megatron_flags import MEGATRON_FLAGS
@@ -58,6 +59,7 @@ FEATURES = (
     LENGTH_WARMUP,
     LOCAL_COPIES,
     LORA,
+    LOSS_SCALING,
     MATRIX_OPTIMIZERS,
     MEAN_OF_MEANS,
     MEGATRON_FLAGS,

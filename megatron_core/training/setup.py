@@ -23,8 +23,9 @@ from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.models.build import arithmetic_of, build_stages
+from megatron_core.optimizer.loss_scale import make_loss_scale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit

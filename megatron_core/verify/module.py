@@ -12,7 +12,7 @@ from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.errors import LayoutError
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.configured import make_groups
@@ -137,7 +137,7 @@ class _Training:
             p2p=p2p,
             message=MessageFormat(self._message_shape(split), self.dtype, self.device),
             data_parallel=data_parallel,
-            optimizer=Optimizer(data_parallel, OPTIMIZER, groups, ConstantLossScale(1.0)),
+            optimizer=Optimizer(data_parallel, OPTIMIZER, groups, LossScale()),
             deferrable=[parameter for bucket in data_parallel.buckets for parameter in bucket.parameters],
         )
 
