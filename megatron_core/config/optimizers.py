@@ -41,12 +41,6 @@ class AlgorithmConfig:
     """Added to the square root of the mean of squared gradients."""
     adam_bias_correction: bool = setting(True, when=(read_by("adam_bias_correction", "adam"), c.CORRECTS_BIAS))
     """Divide Adam's moments by 1 - beta^step; --no-adam-bias-correction: use them as they are."""
-    sgd_momentum: float = setting(0.9, r.BELOW_1, when=read_by("sgd_momentum", "sgd"))
-    """Momentum for --optimizer sgd; 0: no momentum and no state."""
-    lion_beta1: float = setting(0.95, r.BELOW_1, when=read_by("lion_beta1", "lion"))
-    """Weight of the running mean in the direction of an update, for --optimizer lion."""
-    lion_beta2: float = setting(0.98, r.BELOW_1, when=read_by("lion_beta2", "lion"))
-    """Decay rate of the running mean of gradients, for --optimizer lion."""
     ema_decay: float | None = setting(None, r.BELOW_1)
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
@@ -151,37 +145,21 @@ class OptimizerKind:
         return width**self.hidden_lr_power, width**self.hidden_eps_power
 
 
-_CORE = (
-    OptimizerKind(
-        name="adam",
-        rule="megatron_core.optimizer.algorithms:AdamW",
-        all_moments=(Moment("exp_avg"), Moment("exp_avg_sq", "exp_avg_sq_dtype")),
-        settings=("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction"),
-        hidden_eps_power=-1,
-    ),
-    OptimizerKind(
-        name="sgd",
-        rule="megatron_core.optimizer.algorithms:SGD",
-        all_moments=(Moment("momentum_buffer", absent_at_zero="sgd_momentum"),),
-        settings=("sgd_momentum",),
-        hidden_lr_power=0,
-        other_lr_power=1,
-    ),
-    OptimizerKind(
-        name="lion",
-        rule="megatron_core.optimizer.algorithms:Lion",
-        all_moments=(Moment("exp_avg"),),
-        settings=("lion_beta1", "lion_beta2"),
-    ),
+_ADAM = OptimizerKind(
+    name="adam",
+    rule="megatron_core.optimizer.algorithms:AdamW",
+    all_moments=(Moment("exp_avg"), Moment("exp_avg_sq", "exp_avg_sq_dtype")),
+    settings=("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction"),
+    hidden_eps_power=-1,
 )
-OPTIMIZERS = {row.name: row for row in _CORE}
-"""The optimizers of the core, and those that programs have registered, by name."""
+OPTIMIZERS = {_ADAM.name: _ADAM}
+"""The optimizer of the core, and those that programs have registered, by name."""
 
 
 def optimizer_kinds() -> dict[str, OptimizerKind]:
-    """All optimizers by name: those of the core, of features, and of programs."""
+    """All optimizers by name: that of the core, of features, and of programs."""
     added = {row.name: row for feature in features() for row in feature.optimizers}
-    return {row.name: row for row in _CORE} | added | OPTIMIZERS
+    return {_ADAM.name: _ADAM} | added | OPTIMIZERS
 
 
 def add_optimizer(row: OptimizerKind) -> None:

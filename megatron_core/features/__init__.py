@@ -36,6 +36,7 @@ from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
+from megatron_core.features.sgd_and_lion import SGD_AND_LION
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 from megatron_core.features.value_head import VALUE_HEAD
 
@@ -53,6 +54,7 @@ FEATURES = (
     FILL_IN_THE_MIDDLE,
     FP8,
     HYPER_CONNECTIONS,
+    SGD_AND_LION,
     LAMB,
     LATENT_ATTENTION,
     LAYER_SIZES,
@@ -86,4 +88,4 @@ FEATURES = (
     *vocabularies.FEATURES,
 )
 """In the order in which their sections are shown, their parts of a run are called, and their methods of a section are
-called: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""
+called, and optimizers are listed: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""
