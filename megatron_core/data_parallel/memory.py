@@ -1,15 +1,21 @@
 """Memory of buckets: the device of flat buffers, and the placement of shards."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.parallel.handles import Done
-from megatron_core.parallel.transfer import Transfer
 
 Initialise = Callable[[str, nn.Parameter], None]
+
+
+class Transfer(Protocol):
+    """The handle of a transfer."""
+
+    def wait(self) -> object:
+        """Wait until the values have arrived."""
 
 
 @torch.no_grad()

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_core.config import RunConfig
+from megatron_core.data_parallel.memory import Transfer
+from megatron_core.features.offload.transfer import empty_on_host, is_on_host, lane
 from megatron_core.parallel.handles import Done
-from megatron_core.parallel.transfer import Transfer, empty_on_host, is_on_host, lane
 from megatron_core.transformer.block import TransformerBlock
 
 

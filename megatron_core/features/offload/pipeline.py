@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.memory import BucketMemory, Placement
+from megatron_core.data_parallel.memory import BucketMemory, Placement, Transfer
 from megatron_core.features.offload.placement import DiskPlacement, HostPlacement
+from megatron_core.features.offload.transfer import empty_on_host, lane
 from megatron_core.optimizer.rule import ShardSlice
 from megatron_core.optimizer.shard import Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.pinned import pinned_like
-from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
 
 
 @dataclass(frozen=True)

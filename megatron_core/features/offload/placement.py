@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_core.data_parallel.memory import Placement
+from megatron_core.data_parallel.memory import Placement, Transfer
 from megatron_core.errors import ConfigError
+from megatron_core.features.offload.transfer import lane
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.pinned import pinned_bytes
-from megatron_core.parallel.transfer import Transfer, lane
 from megatron_core.prepared_output import no_follow_new
 
 CHUNK = 2**22

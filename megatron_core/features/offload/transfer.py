@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_core.parallel.handles import Done
-from megatron_core.parallel.meter import METER, Waited
+from megatron_core.data_parallel.memory import Transfer
+from megatron_core.parallel.meter import METER
 
 
 class Copied:
@@ -42,9 +42,6 @@ class Threaded:
     def wait(self) -> None:
         """Block the host until the transfer ends; raises the error of the thread."""
         self._future.result()
-
-
-Transfer = Copied | Threaded | Waited | Done
 
 
 Direction = Literal["host copy_out", "host copy_in", "disk read", "disk write"]
