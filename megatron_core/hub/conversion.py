@@ -49,8 +49,9 @@ from megatron_core.models.gpt.model import HeadOptions
 from megatron_core.prepared_output import new_folder, refuse_inputs
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
+from megatron_core.tokenizers.companions import files_to_store, stored_name
 from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
+from megatron_core.vocabularies.companions import companion_files, vocabulary_files
 
 Reader = CheckpointReader | HuggingFaceReader | MergedReader
 EMBEDDING = "model.embedding.word_embeddings.weight"

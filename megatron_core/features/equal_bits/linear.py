@@ -14,7 +14,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.tree import additions
 from megatron_core.errors import LayoutError
 from megatron_core.features.equal_bits.exact_sum import add_rows_exactly_, rounded_exactly
 from megatron_core.features.equal_bits.fixed_products import (
@@ -27,6 +26,7 @@ from megatron_core.features.equal_bits.fixed_products import (
     sum_of_products_,
 )
 from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
+from megatron_core.features.equal_bits.tree import additions
 from megatron_core.features.experts.grouped_linear import Chunks
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.sharding import Range, ShardSpec

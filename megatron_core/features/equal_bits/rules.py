@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_core.config.run import RunConfig
-from megatron_core.config.tree import subtree_sizes
+from megatron_core.features.equal_bits.tree import subtree_sizes
 from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
