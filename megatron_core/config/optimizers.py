@@ -47,10 +47,6 @@ class AlgorithmConfig:
     use_layer_wise_param_layout: bool = setting(True, when=c.MATRICES_ZERO_1, resume=Resume.FREE)
     """For --optimizer muon, adaptive_muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by
     one rank; --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.FIRST_MOMENT)
-    """Precision of the first moment, or of the momentum of optimizers with one moment."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.SECOND_MOMENT)
-    """Precision of the second moment."""
 
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
         """The optimizer of hidden matrices, or of the other parameters."""
@@ -58,9 +54,10 @@ class AlgorithmConfig:
         row = kinds[self.optimizer]
         return row if hidden or row.scalar_optimizer is None else kinds[getattr(self, row.scalar_optimizer)]
 
-    def has_moment(self, dtype_setting: str) -> bool:
-        """Whether ``dtype_setting`` determines the precision of a moment of an optimizer."""
-        return any(moment.dtype_setting == dtype_setting for row in self.kinds for moment in row.moments(self))
+    @property
+    def bf16_settings(self) -> dict[str, str]:
+        """The settings that store main weights or moments in bfloat16, with their values; a feature has them."""
+        return {}
 
     @property
     def kinds(self) -> tuple[OptimizerKind, ...]:
@@ -93,7 +90,7 @@ class Moment:
 
     def is_bf16(self, config: AlgorithmConfig) -> bool:
         """Whether the moment is stored in bfloat16."""
-        return self.dtype_setting is not None and getattr(config, self.dtype_setting) == "bf16"
+        return self.dtype_setting in config.bf16_settings
 
 
 AVERAGE = Moment("ema", None)

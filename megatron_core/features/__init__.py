@@ -4,6 +4,7 @@ from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, stora
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.batch_growth import BATCH_GROWTH
+from megatron_core.features.bf16_state import BF16_STATE
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.context_parallelism import CONTEXT_PARALLELISM
@@ -44,6 +45,7 @@ FEATURES = (
     AS_MEGATRON,
     AVERAGES,
     BATCH_GROWTH,
+    BF16_STATE,
     COMPILATION,
     COMPRESSION,
     CONTEXT_PARALLELISM,

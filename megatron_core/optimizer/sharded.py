@@ -20,7 +20,6 @@ from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import update_rule
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import LossScale
-from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice
 from megatron_core.optimizer.shard import JointAlgorithm, Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.groups import ParallelGroups
@@ -259,10 +258,7 @@ class Optimizer:
         def update(piece: ShardSlice) -> None:
             job.shard.algorithm.update([piece], job.rates)
 
-        if job.shard.is_rounded:
-            update_rounded(job.shard.bucket, job.span, piece, job.rates, self.seed, update)
-        else:
-            update(piece)
+        job.shard.update(job.span, piece, job.rates, self.seed, update)
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Yield each bucket with its flat state.
