@@ -44,11 +44,8 @@ class Shard:
     ) -> Shard:
         """Construct the shard from the bucket's weights."""
         main = bucket.weight_shard
-        wide = (
-            main.dtype
-            if "main_params_dtype" in config.bf16_settings
-            else torch.promote_types(main.dtype, torch.float32)
-        )
+        has_copy = "main_params_dtype" not in config.bf16_settings
+        wide = torch.promote_types(main.dtype, torch.float32) if has_copy else main.dtype
         # Wide weights on the device are their own main weights: no second copy.
         if main.dtype != wide or (main.device != placement.device and not main.is_meta):
             main = placement.tensor("main", main.numel(), wide).copy_(main)

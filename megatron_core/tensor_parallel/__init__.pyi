@@ -5,7 +5,3 @@ from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import ModelParallelConfig as ModelParallelConfig
 from .layers import RowParallelLinear as RowParallelLinear
 from .layers import VocabParallelEmbedding as VocabParallelEmbedding
-from .layers import linear_with_frozen_weight as linear_with_frozen_weight
-from .layers import (
-    linear_with_grad_accumulation_and_async_allreduce as linear_with_grad_accumulation_and_async_allreduce,
-)
