@@ -89,10 +89,6 @@ ZERO_IN_BF16 = Condition(
 CORRECTS_BIAS = unless("a --grad-compression without bias correction", lambda run: not run.corrects_bias)
 
 # The optimizer.
-MATRICES_ZERO_1 = Condition(
-    "--optimizer muon, adaptive_muon or soap, and --zero-stage 1",
-    lambda run: run.parallel.dp_zero_stage == 1 and any(row.scalar_optimizer for row in run.optimizer.kinds),
-)
 BF16 = given("bf16")
 SIXTEEN_BITS = Condition("--bf16 or --fp16", lambda run: run.training.bf16 or run.training.fp16)
 OPTIMIZER_OFFLOAD = Condition(

@@ -44,9 +44,6 @@ class AlgorithmConfig:
     ema_decay: float | None = setting(None, r.BELOW_1)
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
-    use_layer_wise_param_layout: bool = setting(True, when=c.MATRICES_ZERO_1, resume=Resume.FREE)
-    """For --optimizer muon, adaptive_muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by
-    one rank; --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
 
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
         """The optimizer of hidden matrices, or of the other parameters."""

@@ -173,6 +173,11 @@ class OptimizerConfig(AlgorithmConfig, Extensible):
         which a feature overrides; None: the loss is not scaled."""
         return None
 
+    def bucket_rule(self, zero_stage: int) -> str | None:
+        """Hook: a function from a ``BucketKind`` and a number of shards to the ``FillRule`` of buckets, which a feature
+        overrides; None: parameters are in order."""
+        return None
+
     @property
     def rounded_update(self) -> str:
         """Hook: ``features.bf16_state.rounding.update_rounded``, for shards with ``bf16_settings``; "" without them."""

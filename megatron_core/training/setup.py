@@ -16,7 +16,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.config.parallel import compression_of
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
-from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
+from megatron_core.data_parallel.settings import BucketRule, in_order
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
@@ -206,23 +206,19 @@ def data_parallel_of(
     initialise: Initialise | None = None,
     *,
     units: Mapping[int, list[list[nn.Module]]] | None = None,
-    keeps_parameters_whole: bool = False,
+    rule_of: BucketRule | None = None,
 ) -> Wrapper:
     """Build the gradient buckets of a rank's stages according to the configuration.
 
-    Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
-    enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
-    other optimizers. ``wrapper``: the class of the result.
+    ``rule_of`` replaces the rule of the optimizer by which buckets are filled; ``wrapper``: the class of the result.
     """
-    parallel, optimizer = config.parallel, config.optimizer
+    parallel = config.parallel
     compression = compression_of(parallel)
-    for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
-    by_matrix = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
-    matrix_rule = whole_matrices if by_matrix else in_order
+    rule = config.optimizer.bucket_rule(parallel.dp_zero_stage)
     settings = DataParallelSettings(
         zero_stage=parallel.dp_zero_stage,
         bucket_size=parallel.ddp_bucket_size,
-        rule_of=whole_parameters if keeps_parameters_whole else matrix_rule,
+        rule_of=rule_of or (in_order if rule is None else load_hook(rule)),
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         keep_after_forward=parallel.zero3_keep_after_forward,

@@ -45,6 +45,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "features/context_parallelism": ("settings",),
     "features/latent_attention": ("settings", "kinds"),
     "features/loss_scaling": ("settings", "rules"),
+    "features/matrix_optimizers": ("rows", "settings"),
     "features/sgd_and_lion": ("settings",),
 }
 """Packages that compute, and their modules that compute nothing of a training: libraries and devices that a CPU lacks,

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.data_parallel.settings import in_order, whole_matrices
+from megatron_core.data_parallel.settings import in_order
 from megatron_core.features.matrix_optimizers import plan as matrix_plan
+from megatron_core.features.matrix_optimizers.whole_shards import whole_matrices
 from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
