@@ -10,6 +10,7 @@ from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.context_parallelism import CONTEXT_PARALLELISM
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
+from megatron_core.features.data_phases import DATA_PHASES
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
@@ -51,6 +52,7 @@ FEATURES = (
     CONTEXT_PARALLELISM,
     CONVERSATIONS,
     CUDA_GRAPHS,
+    DATA_PHASES,
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
