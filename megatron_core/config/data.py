@@ -104,10 +104,6 @@ class DataConfig(Extensible):
     """Vocabulary size; default: the tokenizer's. Required for NullTokenizer and without a tokenizer. TikTokenizer
     truncates its vocabulary to this size."""
 
-    hf_token_ids: str | None = setting(None, r.TOKEN_IDS, when=ALWAYS, resume=Resume.TOKENS)
-    """Ids of special tokens for the config.json of an export to Hugging Face, as JSON: {"eos_token_id": [2, 0]};
-    default: those of the model in --load-hf, else those of the tokenizer."""
-
     @property
     def divided_sources(self) -> list[str]:
         """The given sources of tokens that --split divides into training, validation and test."""
