@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.output_file import (
-    Kind,
-    Output,
-    make_folder,
-    no_follow,
-    refuse_other_file,
-    refuse_url,
-    starting_with,
-)
+from megatron_core.output_file import Kind, Output, make_folder, no_follow, refuse_other_file, refuse_url, starting_with
 
 
 def json_with(name: str, *keys: str) -> Kind:

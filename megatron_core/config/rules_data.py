@@ -21,8 +21,8 @@ _TOKENIZER_FILES = {
 
 def given_sources(data: DataConfig) -> list[str]:
     """The given sources of tokens; exactly one must be."""
-    others = ("train_data_path", "per_split_data_args_path", "mock_data")
-    return [*data.divided_sources, *(name for name in others if getattr(data, name))]
+    undivided = ("train_data_path", "per_split_data_args_path", "mock_data")
+    return [*data.divided_sources, *(name for name in undivided if getattr(data, name))]
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
@@ -50,7 +50,8 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             )
     if data.split is not None:
         yield from _split_problems(config)
-    yield from _order_problems(config)
+    if data.dataloader_type == "cyclic" and data.mock_data:
+        yield "dataloader_type=cyclic repeats the samples of an epoch, but mock_data=True has no epochs; use single"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
     yield from _evaluation_problems(config)
@@ -80,13 +81,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _order_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that contradict the order of samples."""
-    data = config.data
-    if data.dataloader_type == "cyclic" and data.mock_data:
-        yield "dataloader_type=cyclic repeats the samples of an epoch, but mock_data=True has no epochs; use single"
 
 
 def _split_problems(config: RunConfig) -> Iterator[str]:

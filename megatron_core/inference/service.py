@@ -16,7 +16,7 @@ from megatron_core.inference.requests import Progress, Request
 from megatron_core.inference.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, process_group
-from megatron_core.parallel.texts import encoded
+from megatron_core.parallel.texts import encoded_text
 
 HEARTBEAT = 1.0
 """Seconds between synchronizations of idle ranks, so that no collective waits long."""
@@ -64,7 +64,7 @@ class StringBroadcast:
             if data.numel():
                 dist.recv(data, group=group, group_src=0)
             return data.cpu().numpy().tobytes().decode()
-        data = encoded(text, self._device)
+        data = encoded_text(text, self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
         messages = [size, data] if data.numel() else [size]
         targets = range(1, self._group.size())

@@ -20,7 +20,7 @@ def gather_strings(text: str, group: Group, device: torch.device) -> list[str]:
     if group.size() == 1:
         return [text]
     # Two collectives of tensors instead of ``all_gather_object``, which would unpickle bytes of other ranks.
-    data = encoded(text, device)
+    data = encoded_text(text, device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     all_gather_flat_(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
     sizes = lengths.tolist()
@@ -76,7 +76,7 @@ def broadcast_from_rank(source: int, text: str, device: torch.device) -> str:
         return text
     everyone = dist.group.WORLD
     assert everyone is not None
-    data = encoded(text, device)
+    data = encoded_text(text, device)
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     broadcast_(size, source, everyone)
     if dist.get_rank() != source:
@@ -86,7 +86,7 @@ def broadcast_from_rank(source: int, text: str, device: torch.device) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
-def encoded(text: str, device: torch.device) -> torch.Tensor:
+def encoded_text(text: str, device: torch.device) -> torch.Tensor:
     """The UTF-8 bytes of a text on a device: uint8 ``[n]``."""
     # A copy, because the memory of Python's bytes is read-only and torch would warn.
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy()).to(device)

@@ -44,7 +44,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "features/layer_sizes": ("settings", "rules", "sizes", "spellings"),
     "features/context_parallelism": ("settings",),
     "features/latent_attention": ("settings", "kinds"),
-    "features/loss_scaling": ("settings", "rules"),
+    "features/loss_scaling": ("settings",),
     "features/matrix_optimizers": ("rows", "settings"),
     "features/sgd_and_lion": ("settings",),
 }

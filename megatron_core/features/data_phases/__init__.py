@@ -1,8 +1,7 @@
 """Training data in phases: blends one after another."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.data_phases.rules import phase_problems
-from megatron_core.features.data_phases.settings import DataPhasesConfig
+from megatron_core.features.data_phases.settings import DataPhasesConfig, phase_problems
 
 DATA_PHASES = Feature(
     name="data_phases",

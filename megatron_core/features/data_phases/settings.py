@@ -1,7 +1,9 @@
-"""The setting of phases."""
+"""The setting of phases, and its rule."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_core.config import RunConfig
 from megatron_core.config.data import DataConfig
 from megatron_core.config.setting import BY_RULE, Resume, section, setting
 
@@ -24,3 +26,13 @@ class DataPhasesConfig(DataConfig):
     def phase_hooks(self) -> str:
         """See ``DataConfig``."""
         return "" if self.data_phases is None else "megatron_core.features.data_phases.phases"
+
+
+def phase_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Check that the samples are not repeated in epochs."""
+    data = config.section(DataPhasesConfig)
+    if data.data_phases is not None and data.dataloader_type == "cyclic" and not data.mock_data:
+        yield (
+            f"dataloader_type=cyclic repeats the samples of an epoch, but data_phases={data.data_phases} has no "
+            "epochs; use single"
+        )

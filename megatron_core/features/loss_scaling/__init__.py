@@ -1,8 +1,7 @@
 """Loss scales of float16."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.loss_scaling.rules import loss_scale_problems
-from megatron_core.features.loss_scaling.settings import LossScaleConfig
+from megatron_core.features.loss_scaling.settings import LossScaleConfig, loss_scale_problems
 
 LOSS_SCALING = Feature(
     name="loss_scaling",

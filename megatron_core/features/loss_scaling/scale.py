@@ -13,7 +13,7 @@ from megatron_core.features.loss_scaling.settings import LossScaleConfig
 from megatron_core.optimizer.loss_scale import LossScale
 
 
-def scale_of(config: LossScaleConfig, params_dtype: torch.dtype) -> LossScale:
+def loss_scale_of(config: LossScaleConfig, params_dtype: torch.dtype) -> LossScale:
     """Return, for float16, the constant ``loss_scale`` if set, else a dynamic scale; 1 for other dtypes."""
     # bfloat16 has the exponents of float32, so gradients do not underflow.
     if params_dtype != torch.float16:

@@ -1,7 +1,9 @@
-"""The settings of loss scales."""
+"""The settings of loss scales, and their rule."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_core.config import RunConfig
 from megatron_core.config import ranges as r
 from megatron_core.config.conditions import TRAINING
 from megatron_core.config.setting import Condition, Resume, given, section, setting
@@ -31,4 +33,14 @@ class LossScaleConfig(OptimizerConfig):
     @property
     def scale_rule(self) -> str:
         """See ``OptimizerConfig``."""
-        return "megatron_core.features.loss_scaling.scale:scale_of"
+        return "megatron_core.features.loss_scaling.scale:loss_scale_of"
+
+
+def loss_scale_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Check that the dynamic scale starts within its bounds."""
+    settings = config.section(LossScaleConfig)
+    if settings.min_loss_scale > settings.initial_loss_scale:
+        yield (
+            f"min_loss_scale={settings.min_loss_scale} is more than "
+            f"initial_loss_scale={settings.initial_loss_scale}; legal: up to {settings.initial_loss_scale}"
+        )

@@ -1,7 +1,5 @@
 """Update rules of SGD and Lion, which work on any slice of a shard."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -24,7 +24,7 @@ from megatron_core.features.equal_bits.fixed_products import (
     product_,
     sum_of_products_,
 )
-from megatron_core.features.equal_bits.tree import additions
+from megatron_core.features.equal_bits.linear import additions
 from megatron_core.ops import native
 from megatron_core.parallel.tree_sum import tree_sum
 
