@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 from megatron_core.features.offload import activations as offload
+from megatron_core.features.offload.transfer import Lane
 from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.handles import Done
-from megatron_core.parallel.transfer import Lane
 
 
 @contextmanager

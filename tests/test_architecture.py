@@ -31,6 +31,7 @@ LEVELS = {
     "terminal": 0,
     "text_file": 0,
     "output_file": 0,
+    "prepared_output": 0,
     "schedules": 0,
     "shell": 0,
     "config": 0,
@@ -83,6 +84,7 @@ FEATURES_THAT_IMPORT_FEATURES = {
 }
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
+WITHIN_LEVEL_0 |= {("prepared_output", "errors"), ("prepared_output", "output_file")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher"), ("locations", "errors"), ("locations", "feature")}
 WITHIN_LEVEL_0 |= {

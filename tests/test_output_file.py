@@ -11,15 +11,8 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.sinks import METRICS, JsonLinesSink, LineFile
-from megatron_core.output_file import (
-    json_with,
-    make_folder,
-    no_follow,
-    no_follow_new,
-    picture_kind,
-    prepare_output,
-    save_picture,
-)
+from megatron_core.output_file import make_folder, no_follow
+from megatron_core.prepared_output import json_with, no_follow_new, picture_kind, prepare_output, save_picture
 from megatron_core.preprocess.job import preprocess
 from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.reports.metric_sinks import PrometheusSink

@@ -14,7 +14,8 @@ from megatron_core.any_model.direct import DirectBackward
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.fp8.arithmetic import fp8_of
-from megatron_core.optimizer.sharded import LossScale, Optimizer
+from megatron_core.optimizer.loss_scale import LossScale
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal

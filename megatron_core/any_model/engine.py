@@ -35,6 +35,7 @@ from megatron_core.any_model.whole import WholeTensors
 from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.features.fp8.amax_history import update_of
+from megatron_core.features.matrix_optimizers.whole_shards import whole_parameters
 from megatron_core.features.offload.state import PARTS
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.parallel.collectives import all_reduce_
@@ -78,6 +79,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self.fp8 = prepared.fp8
         self._after_gradients = update_of(self.fp8)
         # Buckets and the optimizer on their shards.
+        cuts_no_parameter = needs_whole_parameters(own_optimizer, config.parallel, self.groups.size("dp"))
         self.data_parallel = data_parallel_of(
             AgreeingDataParallel,
             config,
@@ -86,7 +88,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
             world.device,
             prepared.initialisation,
             units=prepared.units,
-            keeps_parameters_whole=needs_whole_parameters(own_optimizer, config.parallel, self.groups.size("dp")),
+            rule_of=whole_parameters if cuts_no_parameter else None,
         )
         self.optimizer = EngineOptimizer(prepared.param_groups, self.step, self.zero_grad)
         self._sharded = optimizer_on(

@@ -19,7 +19,9 @@ from megatron_core.any_model.torch_optimizer import (
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.features.sgd_and_lion.settings import MomentumConfig
+from megatron_core.optimizer.loss_scale import make_loss_scale
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 
 PER_GROUP = ("lr", "weight_decay", "eps")
@@ -83,7 +85,7 @@ def groups_of(
     if config.optimizer == "adam":
         common["betas"] = config.adam_beta1, config.adam_beta2
     elif config.optimizer == "sgd":
-        common["momentum"] = config.sgd_momentum
+        common["momentum"] = config.section(MomentumConfig).sgd_momentum
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError(f"model={type(module).__name__} has no parameter with requires_grad=True; nothing to train")
@@ -184,7 +186,8 @@ def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
         return replace(config, optimizer="adam", adam_beta1=beta1, adam_beta2=beta2)
     if isinstance(optimizer, torch.optim.SGD) and step is inspect.unwrap(torch.optim.SGD.step):
         momenta = {float(group["momentum"]) for group in groups}
-        return replace(config, optimizer="sgd", sgd_momentum=momenta.pop()) if len(momenta) == 1 else None
+        settings = config.section(MomentumConfig)
+        return replace(settings, optimizer="sgd", sgd_momentum=momenta.pop()) if len(momenta) == 1 else None
     return None
 
 

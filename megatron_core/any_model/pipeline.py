@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
 from megatron_core.any_model.arguments import check_batches
 from megatron_core.any_model.context import ContextParallel
@@ -33,6 +32,7 @@ from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronEr
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import update_of
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
@@ -106,9 +106,7 @@ class PipelineEngine(Engine):
             raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
         self.plans = Plans(config, config.parallel.data_parallel_size(self.world.size))
         stage_to_rank = self.plans.stage_to_rank
-        self.groups = groups = parallel_state.make_groups(
-            config.parallel, self.world, ends=(stage_to_rank[0], stage_to_rank[-1])
-        )
+        self.groups = groups = make_groups(config.parallel, self.world, ends=(stage_to_rank[0], stage_to_rank[-1]))
         self.staged: Staged
         if isinstance(module, PipelineModule):
             if groups.size("ep") > 1:

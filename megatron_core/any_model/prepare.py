@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core import parallel_state
 from megatron_core.any_model.activations import save_memory
 from megatron_core.any_model.context import ContextParallel
 from megatron_core.any_model.context_attention import decoder_parts
@@ -30,6 +29,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.features.compilation.graphs import compile_forward
 from megatron_core.features.compilation.settings import CompilationConfig
 from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.texts import raising_on_all_ranks
 from megatron_core.parallel.world import World
@@ -105,7 +105,7 @@ def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int, devi
 
 def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: Choices) -> Prepared:
     """Create the groups, and make the model equal on all ranks, in the dtype of the run."""
-    groups = parallel_state.make_groups(config.parallel, world, ends=(0, 0))
+    groups = make_groups(config.parallel, world, ends=(0, 0))
     check_same_module(module, world.device)
     with raising_on_all_ranks(world.device):
         param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)

@@ -25,7 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from megatron_core.errors import DataError
-from megatron_core.output_file import json_line_with, prepare_output
+from megatron_core.prepared_output import json_line_with, prepare_output
 from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.terminal import parse_flags
 

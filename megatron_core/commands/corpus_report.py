@@ -28,7 +28,8 @@ from megatron_core.commands.merge_datasets import folder_prefixes
 from megatron_core.data_parts.manifest import get_parts_path, read_parts
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.locations import location
-from megatron_core.output_file import json_with, make_folder, picture_kind, prepare_output
+from megatron_core.output_file import make_folder
+from megatron_core.prepared_output import json_with, picture_kind, prepare_output
 from megatron_core.preprocess.corpus import (
     CorpusOptions,
     MergeTask,
@@ -223,7 +224,7 @@ def plot_report(result: dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    from megatron_core.output_file import save_picture
+    from megatron_core.prepared_output import save_picture
     from megatron_core.preprocess.lengths import draw_lengths
 
     corpus = result["corpus"]

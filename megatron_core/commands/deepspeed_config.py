@@ -23,7 +23,8 @@ from megatron_core.config import RunConfig
 from megatron_core.config.file import read_settings
 from megatron_core.config.run import field_types
 from megatron_core.errors import ConfigError
-from megatron_core.output_file import Kind, prepare_output
+from megatron_core.output_file import Kind
+from megatron_core.prepared_output import prepare_output
 from megatron_core.shell.unknown import UNKNOWN
 from megatron_core.terminal import parse_flags
 from megatron_core.text_file import parse_json

@@ -25,9 +25,10 @@ import tyro
 
 from megatron_core.errors import ConfigError
 from megatron_core.launcher import read_launcher
-from megatron_core.output_file import Kind, Output, json_with, prepare_output
+from megatron_core.output_file import Kind, Output
 from megatron_core.planner.explain import readable_bytes, readable_seconds
 from megatron_core.planner.hardware import read_hardware
+from megatron_core.prepared_output import json_with, prepare_output
 from megatron_core.reports.diagnosis_rules import diagnose
 from megatron_core.reports.metrics import read_run
 from megatron_core.reports.summary import RunSummary

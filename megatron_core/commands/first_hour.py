@@ -35,7 +35,7 @@ from megatron_core.commands.collect_corpus import library_conversations
 from megatron_core.commands.start import command_name
 from megatron_core.commands.start_steps import START_SECONDS, TimedSteps
 from megatron_core.errors import ConfigError, DataError, MegatronError
-from megatron_core.output_file import make_output_folder
+from megatron_core.prepared_output import make_output_folder
 from megatron_core.reports.metrics import read_metrics
 from megatron_core.terminal import parse_flags
 

@@ -41,12 +41,12 @@ from megatron_core.features.as_megatron.differences import training_differences
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.megatron_flags.launch_flags import LaunchFlags, is_flag
 from megatron_core.locations import path_of
-from megatron_core.output_file import prepare_output
 from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.layout_settings import describe_layout
 from megatron_core.planner.parameters import model_parameters
 from megatron_core.planner.search import Search
+from megatron_core.prepared_output import prepare_output
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_core.errors import CheckpointError, ConfigError, DataError
 from megatron_core.inference.settings import GenerationLayout, InferenceConfig
-from megatron_core.output_file import Kind, Output, json_keys, prepare_output
+from megatron_core.output_file import Kind, Output
 from megatron_core.parallel.grid import WORLD
+from megatron_core.prepared_output import json_keys, prepare_output
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers import Tokenizer, end_ids
 

@@ -28,7 +28,7 @@ from megatron_core.datasets import IndexedDataset, check_tokenizer, get_bin_path
 from megatron_core.datasets.header import get_header_path
 from megatron_core.errors import ConfigError, visible
 from megatron_core.locations import location
-from megatron_core.output_file import picture_kind, prepare_output
+from megatron_core.prepared_output import picture_kind, prepare_output
 from megatron_core.preprocess.lengths import Lengths, closed_document_lengths
 from megatron_core.preprocess.report import progress_of_bytes
 from megatron_core.preprocess.validate import total_bytes, validate

@@ -29,7 +29,7 @@ from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, 
 from megatron_core.datasets.header import check_counts, check_header_path
 from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
-from megatron_core.output_file import make_output_folder
+from megatron_core.prepared_output import make_output_folder
 from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.preprocess.builder import IndexedDatasetBuilder, refuse_existing, refuse_other_files, write_header
 from megatron_core.preprocess.report import progress_of_bytes

@@ -29,7 +29,7 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.file import names_in
 from megatron_core.config.flags import grouped, plain
 from megatron_core.errors import ConfigError
-from megatron_core.output_file import Output, json_with, picture_kind, prepare_output
+from megatron_core.output_file import Output
 from megatron_core.planner.cost import LayerTimes, Pipeline
 from megatron_core.planner.explain import (
     MemoryOverStep,
@@ -47,6 +47,7 @@ from megatron_core.planner.hardware import Hardware, read_hardware
 from megatron_core.planner.layer_time import LayerClock
 from megatron_core.planner.layout_settings import describe_layout
 from megatron_core.planner.search import Candidate, Search
+from megatron_core.prepared_output import json_with, picture_kind, prepare_output
 from megatron_core.terminal import exact, parse_flags
 
 LONGEST = 86_400.0

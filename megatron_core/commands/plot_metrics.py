@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_core.command import program
-from megatron_core.output_file import picture_kind, prepare_output
+from megatron_core.prepared_output import picture_kind, prepare_output
 from megatron_core.reports.plot import plot_expert_load, plot_loss
 from megatron_core.terminal import parse_flags
 

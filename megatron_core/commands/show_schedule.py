@@ -25,8 +25,9 @@ from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.features.pipeline_schedules.plan_file import read_plan
-from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
+from megatron_core.output_file import Output
 from megatron_core.planner.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
+from megatron_core.prepared_output import TRACE, json_with, picture_kind, prepare_output
 from megatron_core.reports.timelines import chrome_trace, timeline_picture
 from megatron_core.reports.trace_files import measured_costs, read_trace
 from megatron_core.schedules import make_plan, schedules

@@ -27,7 +27,7 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_core.errors import ConfigError, DataError, MegatronError
-from megatron_core.output_file import NEW, prepare_output
+from megatron_core.prepared_output import NEW, prepare_output
 from megatron_core.preprocess import find_inputs, read_texts
 from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.preprocess.report import counted, progress_of_bytes

@@ -22,7 +22,8 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.features.compilation.settings import CompilationConfig
-from megatron_core.output_file import Output, json_with, prepare_output, starting_with
+from megatron_core.output_file import Output, starting_with
+from megatron_core.prepared_output import json_with, prepare_output
 from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.build import vocabulary_size

@@ -89,18 +89,8 @@ ZERO_IN_BF16 = Condition(
 CORRECTS_BIAS = unless("a --grad-compression without bias correction", lambda run: not run.corrects_bias)
 
 # The optimizer.
-FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment("exp_avg_dtype"))
-SECOND_MOMENT = Condition("a second moment", lambda run: run.optimizer.has_moment("exp_avg_sq_dtype"))
-MATRICES_ZERO_1 = Condition(
-    "--optimizer muon, adaptive_muon or soap, and --zero-stage 1",
-    lambda run: run.parallel.dp_zero_stage == 1 and any(row.scalar_optimizer for row in run.optimizer.kinds),
-)
-PRECISION_AWARE = given("use_precision_aware_optimizer")
 BF16 = given("bf16")
 SIXTEEN_BITS = Condition("--bf16 or --fp16", lambda run: run.training.bf16 or run.training.fp16)
-BF16_STATE = Condition(
-    "--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype bf16", lambda run: run.optimizer.bf16_settings
-)
 OPTIMIZER_OFFLOAD = Condition(
     "--optimizer-cpu-offload or --optimizer-offload-dir", lambda run: run.optimizer.offloads_optimizer
 )
@@ -111,9 +101,6 @@ CONSTANT_WEIGHT_DECAY = Condition(
 WARMUP = Condition("a warm-up", lambda run: run.optimizer.has_warmup)
 WSD = Condition("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD")
 LR_DECAY = Condition("another --lr-decay-style", lambda run: run.optimizer.lr_decay_style != "constant")
-DYNAMIC_LOSS_SCALE = Condition(
-    "--fp16 with a dynamic loss scale", lambda run: run.training.fp16 and run.optimizer.loss_scale is None
-)
 
 # Data.
 DIVIDED_DATA = Condition("--data-path", lambda run: run.data.divided_sources)

@@ -35,10 +35,6 @@ class TokenizerKind:
     """Optional settings."""
 
 
-DIVIDED = ("data_path", "data_args_path", "data_phases")
-"""Sources of tokens that --split divides."""
-
-
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.REPORTED)
 class DataConfig(Extensible):
@@ -65,9 +61,6 @@ class DataConfig(Extensible):
     off, too."""
     per_split_data_args_path: str | None = setting(None, when=BY_RULE)
     """JSON file with the keys train, valid and test: the arguments of --train-data-path etc."""
-    data_phases: str | None = setting(None, when=BY_RULE)
-    """YAML file with a sequence of blends: a list of {samples: N, data_path: [...]}, the last one without samples. A
-    data file that occurs in several phases continues after the samples already used."""
     split: str | None = setting(None, when=c.DIVIDED_DATA)
     """Shares of training, validation and test data in --data-path; default: 969,30,1."""
     data_order: Literal["keyed", "megatron"] = setting("keyed", when=c.OWN_DATA)
@@ -111,14 +104,16 @@ class DataConfig(Extensible):
     """Vocabulary size; default: the tokenizer's. Required for NullTokenizer and without a tokenizer. TikTokenizer
     truncates its vocabulary to this size."""
 
-    hf_token_ids: str | None = setting(None, r.TOKEN_IDS, when=ALWAYS, resume=Resume.TOKENS)
-    """Ids of special tokens for the config.json of an export to Hugging Face, as JSON: {"eos_token_id": [2, 0]};
-    default: those of the model in --load-hf, else those of the tokenizer."""
-
     @property
     def divided_sources(self) -> list[str]:
         """The given sources of tokens that --split divides into training, validation and test."""
-        return [name for name in DIVIDED if getattr(self, name)]
+        return [name for name in ("data_path", "data_args_path") if getattr(self, name)]
+
+    @property
+    def phase_hooks(self) -> str:
+        """Module with the functions of ``features.data_phases.phases``, if training reads several blends one after
+        another; else ""."""
+        return ""
 
     @property
     def tokenizer(self) -> TokenizerType | None:

@@ -41,22 +41,9 @@ class AlgorithmConfig:
     """Added to the square root of the mean of squared gradients."""
     adam_bias_correction: bool = setting(True, when=(read_by("adam_bias_correction", "adam"), c.CORRECTS_BIAS))
     """Divide Adam's moments by 1 - beta^step; --no-adam-bias-correction: use them as they are."""
-    sgd_momentum: float = setting(0.9, r.BELOW_1, when=read_by("sgd_momentum", "sgd"))
-    """Momentum for --optimizer sgd; 0: no momentum and no state."""
-    lion_beta1: float = setting(0.95, r.BELOW_1, when=read_by("lion_beta1", "lion"))
-    """Weight of the running mean in the direction of an update, for --optimizer lion."""
-    lion_beta2: float = setting(0.98, r.BELOW_1, when=read_by("lion_beta2", "lion"))
-    """Decay rate of the running mean of gradients, for --optimizer lion."""
     ema_decay: float | None = setting(None, r.BELOW_1)
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
-    use_layer_wise_param_layout: bool = setting(True, when=c.MATRICES_ZERO_1, resume=Resume.FREE)
-    """For --optimizer muon, adaptive_muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by
-    one rank; --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.FIRST_MOMENT)
-    """Precision of the first moment, or of the momentum of optimizers with one moment."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.SECOND_MOMENT)
-    """Precision of the second moment."""
 
     def kind_of(self, *, hidden: bool) -> OptimizerKind:
         """The optimizer of hidden matrices, or of the other parameters."""
@@ -64,9 +51,10 @@ class AlgorithmConfig:
         row = kinds[self.optimizer]
         return row if hidden or row.scalar_optimizer is None else kinds[getattr(self, row.scalar_optimizer)]
 
-    def has_moment(self, dtype_setting: str) -> bool:
-        """Whether ``dtype_setting`` determines the precision of a moment of an optimizer."""
-        return any(moment.dtype_setting == dtype_setting for row in self.kinds for moment in row.moments(self))
+    @property
+    def bf16_settings(self) -> dict[str, str]:
+        """The settings that store main weights or moments in bfloat16, with their values; a feature has them."""
+        return {}
 
     @property
     def kinds(self) -> tuple[OptimizerKind, ...]:
@@ -99,7 +87,7 @@ class Moment:
 
     def is_bf16(self, config: AlgorithmConfig) -> bool:
         """Whether the moment is stored in bfloat16."""
-        return self.dtype_setting is not None and getattr(config, self.dtype_setting) == "bf16"
+        return self.dtype_setting in config.bf16_settings
 
 
 AVERAGE = Moment("ema", None)
@@ -151,37 +139,21 @@ class OptimizerKind:
         return width**self.hidden_lr_power, width**self.hidden_eps_power
 
 
-_CORE = (
-    OptimizerKind(
-        name="adam",
-        rule="megatron_core.optimizer.algorithms:AdamW",
-        all_moments=(Moment("exp_avg"), Moment("exp_avg_sq", "exp_avg_sq_dtype")),
-        settings=("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction"),
-        hidden_eps_power=-1,
-    ),
-    OptimizerKind(
-        name="sgd",
-        rule="megatron_core.optimizer.algorithms:SGD",
-        all_moments=(Moment("momentum_buffer", absent_at_zero="sgd_momentum"),),
-        settings=("sgd_momentum",),
-        hidden_lr_power=0,
-        other_lr_power=1,
-    ),
-    OptimizerKind(
-        name="lion",
-        rule="megatron_core.optimizer.algorithms:Lion",
-        all_moments=(Moment("exp_avg"),),
-        settings=("lion_beta1", "lion_beta2"),
-    ),
+_ADAM = OptimizerKind(
+    name="adam",
+    rule="megatron_core.optimizer.algorithms:AdamW",
+    all_moments=(Moment("exp_avg"), Moment("exp_avg_sq", "exp_avg_sq_dtype")),
+    settings=("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction"),
+    hidden_eps_power=-1,
 )
-OPTIMIZERS = {row.name: row for row in _CORE}
-"""The optimizers of the core, and those that programs have registered, by name."""
+OPTIMIZERS = {_ADAM.name: _ADAM}
+"""The optimizer of the core, and those that programs have registered, by name."""
 
 
 def optimizer_kinds() -> dict[str, OptimizerKind]:
-    """All optimizers by name: those of the core, of features, and of programs."""
+    """All optimizers by name: that of the core, of features, and of programs."""
     added = {row.name: row for feature in features() for row in feature.optimizers}
-    return {row.name: row for row in _CORE} | added | OPTIMIZERS
+    return {_ADAM.name: _ADAM} | added | OPTIMIZERS
 
 
 def add_optimizer(row: OptimizerKind) -> None:

@@ -1,48 +1,10 @@
-"""Legal numbers, names of files, and ids of special tokens. None is always legal, NaN never."""
+"""Legal numbers, and names of files. None is always legal, NaN never."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
-
-from megatron_core.text_file import parse_json
-
-_TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "eod", "decoder_start")
-TOKEN_ID_KEYS = tuple(f"{name}_token_id" for name in _TOKENS)
-"""Keys of config.json; ``transformers`` reads the first three in every model."""
-LARGEST_TOKEN_ID = 2**31 - 1
-
-
-def is_token_id(value: object) -> bool:
-    """Whether ``value`` is an id, a list of ids, or -1, which stands for no token in early files."""
-    values = value if isinstance(value, list) else [value]
-    return all(type(item) is int and -1 <= item <= LARGEST_TOKEN_ID for item in values)
-
-
-def token_ids_json(hf_config: Mapping[str, Any]) -> str:
-    """The ids in a config.json as JSON; a key that is absent there is absent here, null remains null."""
-    return json.dumps({key: hf_config[key] for key in TOKEN_ID_KEYS if key in hf_config})
-
-
-def read_token_ids(text: str) -> dict[str, Any]:
-    """The inverse of ``token_ids_json``. Errors: ``ValueError``."""
-    content = parse_json(text)
-    if not isinstance(content, dict) or not content.keys() <= set(TOKEN_ID_KEYS):
-        raise ValueError(f"it must be an object with the keys {', '.join(TOKEN_ID_KEYS)}")
-    if not all(value is None or is_token_id(value) for value in content.values()):
-        raise ValueError("its values must be ids, lists of ids or null")
-    return content
-
-
-def is_token_ids_json(text: str) -> bool:
-    """Whether ``read_token_ids`` accepts ``text``."""
-    try:
-        read_token_ids(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -97,8 +59,3 @@ POSITIVE_UP_TO_1, UP_TO_1 = above_0(1), from_0(1)
 FOLDER = Range("a folder (. is the current one) or left out", bool, "names no folder")
 DATE = Range("a date as YYYY-MM-DD", _is_date, "is not a date")
 FILE = Range("a file or left out", bool, "names no file")
-TOKEN_IDS = Range(
-    f"a JSON object of ids, lists of ids or null, with keys of {', '.join(TOKEN_ID_KEYS)}",
-    is_token_ids_json,
-    "does not name ids of tokens",
-)

@@ -5,7 +5,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.data import DIVIDED
+from megatron_core.config.data import DataConfig
 from megatron_core.config.rule_helpers import exclusive, shown
 from megatron_core.config.run import RunConfig
 
@@ -18,15 +18,18 @@ _TOKENIZER_FILES = {
     "NullTokenizer": ("vocab_size",),
 }
 
-SOURCES = (*DIVIDED, "train_data_path", "per_split_data_args_path", "mock_data")
-"""Sources of tokens, of which exactly one must be given."""
+
+def given_sources(data: DataConfig) -> list[str]:
+    """The given sources of tokens; exactly one must be."""
+    undivided = ("train_data_path", "per_split_data_args_path", "mock_data")
+    return [*data.divided_sources, *(name for name in undivided if getattr(data, name))]
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
     """Check that there is exactly one source of tokens, and that splits, blends and orders fit it."""
     data = config.data
     held_out = ("valid_data_path", "test_data_path")
-    sources = [name for name in SOURCES if getattr(data, name)]
+    sources = given_sources(data)
     if config.training.skip_train and not data.train_data_path:
         sources += [name for name in held_out if getattr(data, name)][:1]
     if not sources and data.dataloader_type != "external":
@@ -47,7 +50,8 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             )
     if data.split is not None:
         yield from _split_problems(config)
-    yield from _order_problems(config)
+    if data.dataloader_type == "cyclic" and data.mock_data:
+        yield "dataloader_type=cyclic repeats the samples of an epoch, but mock_data=True has no epochs; use single"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
     yield from _evaluation_problems(config)
@@ -77,15 +81,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _order_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that contradict the order of samples."""
-    data = config.data
-    endless = [name for name in ("mock_data", "data_phases") if getattr(data, name)]
-    if data.dataloader_type == "cyclic" and endless:
-        source = f"{endless[0]}={getattr(data, endless[0])}"
-        yield f"dataloader_type=cyclic repeats the samples of an epoch, but {source} has no epochs; use single"
 
 
 def _split_problems(config: RunConfig) -> Iterator[str]:

@@ -149,14 +149,8 @@ def _wsd_problems(config: RunConfig, decay: int | None, unit: str) -> Iterator[s
 
 
 def precision_problems(config: RunConfig) -> Iterator[str]:
-    """Check that there is one precision, and that the loss scale is used and within its bounds."""
-    training, optimizer = config.training, config.optimizer
-    chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(training, name)]
+    """Check that there is one precision."""
+    chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(config.training, name)]
     if len(chosen) > 1:
         assigned = " and ".join(f"{name}=True" for name in chosen)
         yield f"{assigned} exclude one another; keep one of them, or none for float32"
-    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
-        yield (
-            f"min_loss_scale={optimizer.min_loss_scale} is more than "
-            f"initial_loss_scale={optimizer.initial_loss_scale}; legal: up to {optimizer.initial_loss_scale}"
-        )

@@ -166,21 +166,22 @@ class OptimizerConfig(AlgorithmConfig, Extensible):
     """Share of the optimizer state that is offloaded."""
     optimizer_offload_dir: str | None = setting(None, r.FOLDER, resume=Resume.FREE)
     """Keep optimizer state and main weights in files in this folder; each step processes them in pieces."""
-    use_precision_aware_optimizer: bool = setting(False, when=c.BF16_STATE)
-    """Allow bf16 for --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype; updates are computed in float32 and
-    rounded stochastically."""
-    main_params_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16))
-    """Main weights. bf16: none; the optimizer updates the --bf16 weights directly."""
-    loss_scale: float | None = setting(None, r.POSITIVE, needs=given("fp16"), is_refinement=True)
-    """Constant loss scale for --fp16; default: dynamic."""
-    initial_loss_scale: float = setting(2.0**32, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE)
-    """First value of the dynamic loss scale."""
-    min_loss_scale: float = setting(1.0, r.POSITIVE, when=c.DYNAMIC_LOSS_SCALE, aliases="min_scale")
-    """Smallest value of the dynamic loss scale."""
-    loss_scale_window: int = setting(1000, r.COUNT, when=c.DYNAMIC_LOSS_SCALE)
-    """Number of consecutive steps without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = setting(2, r.COUNT, when=c.DYNAMIC_LOSS_SCALE)
-    """Number of steps with overflow after which the dynamic loss scale is halved."""
+
+    @property
+    def scale_rule(self) -> str | None:
+        """Hook: a function from these settings and the dtype of the weights to an ``optimizer.loss_scale.LossScale``,
+        which a feature overrides; None: the loss is not scaled."""
+        return None
+
+    def bucket_rule(self, zero_stage: int) -> str | None:
+        """Hook: a function from a ``BucketKind`` and a number of shards to the ``FillRule`` of buckets, which a feature
+        overrides; None: parameters are in order."""
+        return None
+
+    @property
+    def rounded_update(self) -> str:
+        """Hook: ``features.bf16_state.rounding.update_rounded``, for shards with ``bf16_settings``; "" without them."""
+        return ""
 
     @property
     def has_warmup(self) -> bool:
@@ -191,12 +192,6 @@ class OptimizerConfig(AlgorithmConfig, Extensible):
     def offloads_optimizer(self) -> bool:
         """Whether optimizer state is stored on the host or in files instead of next to the weights."""
         return self.optimizer_cpu_offload or self.optimizer_offload_dir is not None
-
-    @property
-    def bf16_settings(self) -> dict[str, str]:
-        """The settings that store main weights or moments in bfloat16, with their values."""
-        names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-        return {name: getattr(self, name) for name in names if getattr(self, name) == "bf16"}
 
     def decoupled(self) -> OptimizerConfig | None:
         """Settings of the learning rate of embeddings and output layer; None if they use the rate of other

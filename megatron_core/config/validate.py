@@ -6,10 +6,10 @@ from dataclasses import replace
 from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import (
-    SOURCES,
     bad_step_problems,
     checkpoint_problems,
     data_problems,
+    given_sources,
     tokenizer_problems,
 )
 from megatron_core.config.rules_parallel import parallel_problems, schedule_problems, split_problems
@@ -87,7 +87,7 @@ def numbered(messages: Sequence[str], where: str) -> str:
 def without_data(config: RunConfig) -> RunConfig:
     """``config`` with what only training itself needs: a source of tokens, a length, and kernels for the device."""
     data, training = config.data, config.training
-    if data.dataloader_type != "external" and not any(getattr(data, source) for source in SOURCES):
+    if data.dataloader_type != "external" and not given_sources(data):
         # Not mock data: some kinds of data, such as conversations, are never generated. The path is not opened.
         data = replace(data, data_path=("tokens",))
     if training.train_iters is None and training.train_samples is None:

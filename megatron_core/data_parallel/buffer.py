@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.compressor import Compressor
-from megatron_core.data_parallel.memory import BucketMemory, Placement
+from megatron_core.data_parallel.memory import BucketMemory, Placement, TransferHandle
 from megatron_core.data_parallel.settings import BucketKind, DataParallelSettings, StartGather
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
@@ -25,7 +25,6 @@ from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.parallel.meter import COMPRESSED, METER
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.transfer import Transfer
 
 
 class Bucket:
@@ -126,7 +125,7 @@ class Bucket:
         self._partial: Tensor | None = None
         self._has_sum = False
         self.gathering: Handle | Arrival = Done()
-        self._fetched: tuple[Tensor, Transfer] | None = None
+        self._fetched: tuple[Tensor, TransferHandle] | None = None
         """This rank's weights in transfer from ``placement``, until they have been gathered."""
         self.reduced = False
 

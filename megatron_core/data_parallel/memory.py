@@ -1,15 +1,21 @@
 """Memory of buckets: the device of flat buffers, and the placement of shards."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.parallel.handles import Done
-from megatron_core.parallel.transfer import Transfer
 
 Initialise = Callable[[str, nn.Parameter], None]
+
+
+class TransferHandle(Protocol):
+    """The handle of a transfer."""
+
+    def wait(self) -> object:
+        """Wait until the values have arrived."""
 
 
 @torch.no_grad()
@@ -50,15 +56,15 @@ class Placement:
         """Return memory for a part of a tensor: the part itself unless it is in a file, then perhaps ``spare``."""
         return piece
 
-    def read(self, piece: Tensor, memory: Tensor) -> Transfer:
+    def read(self, piece: Tensor, memory: Tensor) -> TransferHandle:
         """Start to read ``piece`` into ``memory``, the result of ``memory_for``."""
         return Done()
 
-    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, TransferHandle]:
         """Return memory that has the values of ``piece`` after the handle's ``wait``, if possible on ``device``."""
         return piece, Done()
 
-    def store(self, piece: Tensor, values: Tensor) -> Transfer:
+    def store(self, piece: Tensor, values: Tensor) -> TransferHandle:
         """Start to write ``values``, which are in memory of ``memory_for``."""
         return Done()
 

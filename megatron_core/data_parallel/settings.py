@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_core.data_parallel.bucket_layout import FillRule, InOrder, WholeInShards
+from megatron_core.data_parallel.bucket_layout import FillRule, InOrder
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.handles import Handle
 from megatron_core.parallel.sharding import spec_of
@@ -96,19 +96,13 @@ class BucketKind:
         return bool(self.partial_axes or self.shared_axes or self.tied)
 
 
+BucketRule = Callable[[BucketKind, int], FillRule]
+"""Returns the rule that fills buckets of a kind, for a number of shards."""
+
+
 def in_order(bucket_kind: BucketKind, shards: int) -> FillRule:
     """Return the default rule: parameters in order, shards aligned to 16 bytes."""
     return InOrder(1, shards * SHARD_MULTIPLE)
-
-
-def whole_matrices(bucket_kind: BucketKind, shards: int) -> FillRule:
-    """Return the rule for filling buckets such that no shard cuts a hidden matrix."""
-    return whole_parameters(bucket_kind, shards) if bucket_kind.is_hidden_matrix else in_order(bucket_kind, shards)
-
-
-def whole_parameters(bucket_kind: BucketKind, shards: int) -> FillRule:
-    """Return the rule for filling buckets such that no shard cuts a parameter."""
-    return WholeInShards(shards, 1, SHARD_MULTIPLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +113,7 @@ class DataParallelSettings:
     """0: whole state on every rank; 1: shards of the optimizer's state; 2: also of gradients; 3: also of weights."""
     bucket_size: int = 40_000_000
     """Number of elements from which a bucket is full."""
-    rule_of: Callable[[BucketKind, int], FillRule] = in_order
+    rule_of: BucketRule = in_order
     """Returns the rule that fills buckets of a kind, for a number of shards."""
     join: Callable[[BucketKind], BucketKind] | None = None
     """Parameters whose kinds this function maps to the same kind share buckets."""

@@ -1,15 +1,11 @@
-"""Combines data sets: blended by weights, or one blend after another."""
+"""Combines data sets, blended by weights."""
 
 import math
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
-from megatron_core.datasets.base import Dataset, Sample, short_names
+from megatron_core.datasets.base import Sample, short_names
 from megatron_core.datasets.keyed_dataset import KeyedGPTDataset
 from megatron_core.errors import ConfigError
 
@@ -116,51 +112,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-@dataclass(frozen=True)
-class MixPhase:
-    """A blend of named `datasets` for `samples` samples, or, if None, for all remaining ones."""
-
-    blend: BlendedDataset
-    datasets: dict[str, Dataset]
-    samples: int | None
-
-
-class PhasedDataset:
-    """Blends one after another in an endless order; sample i is a pure function of i, as in a single blend.
-
-    A part that occurs in several phases continues in each where the previous phase stopped, so that no text is repeated
-    before all of it has been read.
-    """
-
-    def __init__(self, phases: Sequence[MixPhase]) -> None:
-        self.sequence_length = next(iter(phases[0].datasets.values())).sequence_length
-        self._phases = tuple(phases)
-        self._names = list(dict.fromkeys(name for phase in phases for name in phase.datasets))
-        self.sources = short_names(self._names)
-        self._first = [0, *accumulate(phase.samples or 0 for phase in phases[:-1])]
-        self._offsets: list[dict[str, int]] = []
-        taken: Counter[str] = Counter()
-        for phase in phases:
-            self._offsets.append({name: taken[name] for name in phase.datasets})
-            taken.update(dict(zip(phase.datasets, phase.blend.taken(phase.samples or 0), strict=True)))
-
-    def __getitem__(self, index: int) -> Sample:
-        """Item `index` >= 0 of the endless order."""
-        name, item, phase = self.locate(index)
-        return phase.datasets[name][item]
-
-    def source_of(self, index: int) -> int:
-        """Number of the part of a sample, among all parts of all phases."""
-        return self._names.index(self.locate(index)[0])
-
-    def locate(self, index: int) -> tuple[str, int, MixPhase]:
-        """The part of sample `index`, the index within it, and the phase."""
-        if index < 0:
-            raise IndexError(f"sample {index}: the order starts at 0")
-        number = bisect_right(self._first, index) - 1
-        phase = self._phases[number]
-        number_of_set, item = phase.blend.locate(index - self._first[number])
-        name = list(phase.datasets)[number_of_set]
-        return name, self._offsets[number][name] + item, phase

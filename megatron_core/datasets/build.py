@@ -11,7 +11,7 @@ import numpy as np
 from megatron_core.config import DataConfig, RunConfig, TrainingConfig
 from megatron_core.config.rules_data import data_problems
 from megatron_core.datasets.base import Dataset
-from megatron_core.datasets.blend import BlendedDataset, MixPhase, PhasedDataset, parse_blend
+from megatron_core.datasets.blend import BlendedDataset, parse_blend
 from megatron_core.datasets.header import check_counts, check_tokenizer, check_vocabulary, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_idx_path, in_place_of_pair
 from megatron_core.datasets.keyed_dataset import CyclicDataset, KeyedGPTDataset
@@ -26,6 +26,7 @@ from megatron_core.datasets.paths import (
     split_ranges,
 )
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.feature import load_hook
 from megatron_core.tokenizers import Tokenizer
 
 Share = tuple[IndexedDataset, range]
@@ -108,12 +109,11 @@ def build_datasets(
     # The caller decides whether training data is required.
     for sentence in data_problems(RunConfig(data=data, training=TrainingConfig(skip_train=True))):
         raise ConfigError(sentence)
-    builder = _Builder(data, seed, tokenizer, order)
+    builder = DatasetBuilder(data, seed, tokenizer, order)
     paths = read_paths(data)
     splits = divide_files(data, paths, builder.whole, builder.divided)
     if len(paths.phases) > 1:
-        fractions = parse_split(data.split or DEFAULT_SPLIT)
-        splits = replace(splits, train=PhasedDataset([builder.mix(phase, fractions) for phase in paths.phases]))
+        splits = replace(splits, train=load_hook(f"{data.phase_hooks}:training_data")(builder, data, paths.phases))
     splits = replace(splits, notes=tuple(builder.notes))
     if data.dataloader_type == "cyclic" and splits.train is not None:
         once: Any = splits.train
@@ -121,7 +121,7 @@ def build_datasets(
     return splits
 
 
-class _Builder:
+class DatasetBuilder:
     """Builds the data sets of a run; a file that is named several times is opened once."""
 
     def __init__(self, data: DataConfig, seed: int, tokenizer: Tokenizer | None, order: BlendOrder | None) -> None:
@@ -138,7 +138,7 @@ class _Builder:
         if not paths:
             return None
         weights, prefixes = parse_blend(paths)
-        shares = [(file, range(len(file))) for file in self._opened(prefixes)]
+        shares = [(file, range(len(file))) for file in self.opened(prefixes)]
         # As in Megatron, the weight of a single file is ignored.
         return self._blend(shares, weights if len(shares) > 1 else None, name, lenient=False)
 
@@ -149,7 +149,7 @@ class _Builder:
         than one sample for a small file; the user did not ask for it, so this is not an error.
         """
         weights, prefixes = parse_blend(phase.data_path)
-        files = self._opened(prefixes)
+        files = self.opened(prefixes)
         splits: list[Dataset | None] = []
         for number, name in enumerate(NAMES):
             shares = [(file, split_ranges(fractions, len(file))[number]) for file in files]
@@ -157,25 +157,13 @@ class _Builder:
             splits.append(self._blend(shares, weights, name, lenient=name != "train") if has_share else None)
         return splits
 
-    def mix(self, phase: Phase, fractions: Sequence[float]) -> MixPhase:
-        """The training part of a phase."""
-        weights, prefixes = parse_blend(phase.data_path)
-        if len(set(prefixes)) < len(prefixes):
-            raise ConfigError(
-                f"data_phases: {' '.join(phase.data_path)} contains a file twice; give it once with the sum of its "
-                "weights"
-            )
-        shares = [(file, split_ranges(fractions, len(file))[0]) for file in self._opened(prefixes)]
-        datasets = [self._keyed(share, "train") for share in shares]
-        return MixPhase(BlendedDataset(datasets, weights), dict(zip(prefixes, datasets, strict=True)), phase.samples)
-
     def _blend(
         self, shares: Sequence[Share], weights: Sequence[float] | None, name: str, *, lenient: bool
     ) -> Dataset | None:
         """One data set from weighted files; None if all are omitted. A `BlendOrder` uses either all files or none."""
         if self._order is not None:
             return self._or_note(partial(self._order, shares, weights, name, self._eod), lenient)
-        datasets = [self._or_note(partial(self._keyed, share, name), lenient) for share in shares]
+        datasets = [self._or_note(partial(self.keyed, share, name), lenient) for share in shares]
         usable = [dataset for dataset in datasets if dataset is not None]
         if len(usable) < 2:
             return usable[0] if usable else None
@@ -183,7 +171,8 @@ class _Builder:
             weights = [weight for weight, dataset in zip(weights, datasets, strict=True) if dataset is not None]
         return BlendedDataset(usable, weights)
 
-    def _keyed(self, share: Share, name: str) -> KeyedGPTDataset:
+    def keyed(self, share: Share, name: str) -> KeyedGPTDataset:
+        """The part of a file in keyed order, for the split ``name``."""
         return KeyedGPTDataset(*share, self._data.seq_length, self._seed, name, self._eod)
 
     def _or_note(self, build: Callable[[], D], lenient: bool) -> D | None:
@@ -196,7 +185,7 @@ class _Builder:
             self.notes.append(f"omitted: {error}")
             return None
 
-    def _opened(self, prefixes: Sequence[str]) -> list[IndexedDataset]:
+    def opened(self, prefixes: Sequence[str]) -> list[IndexedDataset]:
         """Open files in parallel, because opening on a network file system is mostly waiting."""
         with ThreadPoolExecutor(self._data.num_dataset_builder_threads) as threads:
             return list(threads.map(self._open, prefixes))

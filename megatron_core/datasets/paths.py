@@ -9,7 +9,8 @@ from typing import Any
 from megatron_core.config import DataConfig
 from megatron_core.datasets.base import short_names
 from megatron_core.errors import ConfigError, quoted
-from megatron_core.text_file import parse_json, parse_yaml, read_text
+from megatron_core.feature import load_hook
+from megatron_core.text_file import parse_json, read_text
 
 NAMES = ("train", "valid", "test")
 
@@ -32,10 +33,10 @@ class DataPaths:
 
 def read_paths(data: DataConfig) -> DataPaths:
     """Read the data flags, including files with flags; ConfigError: such a file is missing or malformed."""
-    if data.data_phases is not None:
-        return DataPaths(phases=_read_phases(data.data_phases))
+    if data.phase_hooks:
+        return DataPaths(phases=load_hook(f"{data.phase_hooks}:read_phases")(data))
     if data.data_args_path is not None:
-        return DataPaths(phases=(Phase(tuple(_text("data_args_path", data.data_args_path).split())),))
+        return DataPaths(phases=(Phase(tuple(text_of("data_args_path", data.data_args_path).split())),))
     if data.per_split_data_args_path is not None:
         return DataPaths(by_split=_read_own(data.per_split_data_args_path))
     if data.data_path:
@@ -57,7 +58,8 @@ def named_paths(data: DataConfig, paths: DataPaths) -> dict[str, str]:
     return dict(zip(names, files, strict=True))
 
 
-def _text(setting: str, path: str) -> str:
+def text_of(setting: str, path: str) -> str:
+    """The text of a file that a setting names."""
     try:
         return read_text(path)
     except (OSError, ValueError) as error:
@@ -67,7 +69,7 @@ def _text(setting: str, path: str) -> str:
 def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """The lists under train, valid and test; a string is split at spaces."""
     expected = 'expected an object such as {"train": ["0.7", "a", "0.3", "b"], "valid": ["c"], "test": null}'
-    text = _text("per_split_data_args_path", path)
+    text = text_of("per_split_data_args_path", path)
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -75,38 +77,11 @@ def _read_own(path: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, .
     if not isinstance(content, dict) or not set(content) <= set(NAMES) or not content.get("train"):
         keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         raise ConfigError(f"per_split_data_args_path={path} contains {keys or 'nothing'}; {expected}")
-    train, valid, test = (_items(f"per_split_data_args_path={path}: {name}", content.get(name)) for name in NAMES)
+    train, valid, test = (words_of(f"per_split_data_args_path={path}: {name}", content.get(name)) for name in NAMES)
     return train, valid, test
 
 
-def _read_phases(path: str) -> tuple[Phase, ...]:
-    """The phases in order; only the last one has no number of samples."""
-    expected = "expected a list of {samples: N, data_path: [...]}, the last one without samples"
-    text = _text("data_phases", path)
-    try:
-        content = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"data_phases={path} is not YAML ({error}); {expected}") from None
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"data_phases={path} contains a {type(content).__name__}; {expected}")
-    return tuple(_phase(path, number, phase, number == len(content)) for number, phase in enumerate(content, 1))
-
-
-def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
-    where = f"data_phases={path}: phase {number}"
-    if not isinstance(phase, dict) or not set(phase) <= {"samples", "data_path"} or not phase.get("data_path"):
-        raise ConfigError(f"{where} is {quoted(phase)}; expected {{samples: N, data_path: [...]}}")
-    samples = phase.get("samples")
-    if is_last and samples is not None:
-        raise ConfigError(
-            f"{where}, the last, has samples={samples}; remove it, because the last phase lasts to the end of training"
-        )
-    if not is_last and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        raise ConfigError(f"{where} has samples={samples}; give an integer >= 1 (only the last phase has none)")
-    return Phase(_items(f"{where}: data_path", phase["data_path"]), samples)
-
-
-def _items(where: str, value: Any) -> tuple[str, ...]:
+def words_of(where: str, value: Any) -> tuple[str, ...]:
     """A list of weights and prefixes, as words of a command line."""
     words: Sequence[Any] = value.split() if isinstance(value, str) else value
     words = [] if words is None else words

@@ -4,11 +4,13 @@ from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, stora
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.batch_growth import BATCH_GROWTH
+from megatron_core.features.bf16_state import BF16_STATE
 from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.context_parallelism import CONTEXT_PARALLELISM
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
+from megatron_core.features.data_phases import DATA_PHASES
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
@@ -21,6 +23,7 @@ from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.length_warmup import LENGTH_WARMUP
 from megatron_core.features.local_copies import LOCAL_COPIES
 from megatron_core.features.lora import LORA
+from megatron_core.features.loss_scaling import LOSS_SCALING
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.mean_of_means import MEAN_OF_MEANS
 from megatron_core.features.megatron_flags import MEGATRON_FLAGS
@@ -37,6 +40,7 @@ from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
+from megatron_core.features.sgd_and_lion import SGD_AND_LION
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 from megatron_core.features.stage_layouts import STAGE_LAYOUTS
 from megatron_core.features.value_head import VALUE_HEAD
@@ -45,22 +49,26 @@ FEATURES = (
     AS_MEGATRON,
     AVERAGES,
     BATCH_GROWTH,
+    BF16_STATE,
     COMPILATION,
     COMPRESSION,
     CONTEXT_PARALLELISM,
     CONVERSATIONS,
     CUDA_GRAPHS,
+    DATA_PHASES,
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
     FP8,
     HYPER_CONNECTIONS,
+    SGD_AND_LION,
     LAMB,
     LATENT_ATTENTION,
     LAYER_SIZES,
     LENGTH_WARMUP,
     LOCAL_COPIES,
     LORA,
+    LOSS_SCALING,
     MATRIX_OPTIMIZERS,
     MEAN_OF_MEANS,
     MEGATRON_FLAGS,
@@ -90,4 +98,4 @@ FEATURES = (
     *vocabularies.FEATURES,
 )
 """In the order in which their sections are shown, their parts of a run are called, and their methods of a section are
-called: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""
+called, and optimizers are listed: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""

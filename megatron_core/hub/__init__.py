@@ -3,10 +3,12 @@
 from megatron_core.config.checkpoint import FormatRow
 from megatron_core.feature import Feature
 from megatron_core.hub.rules import format_problems
+from megatron_core.hub.settings import TokenIdConfig
 
 FEATURES = (
     Feature(
         name="hub",
+        settings=TokenIdConfig,
         is_used=lambda config: config.checkpoint.ckpt_format != "native",
         problems=format_problems,
         checkpoint_formats=(

@@ -20,8 +20,8 @@ from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.hub.hugging_face.peft import peft_names, write_adapter
 from megatron_core.hub.hugging_face.writer import read_whole
 from megatron_core.models.build import meta_model
-from megatron_core.output_file import new_folder
 from megatron_core.parallel.boxes import Box
+from megatron_core.prepared_output import new_folder
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.initial_weights import open_base
 

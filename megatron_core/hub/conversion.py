@@ -21,7 +21,6 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
-from megatron_core.config.ranges import read_token_ids
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.multi_token.settings import MultiTokenConfig
@@ -42,15 +41,17 @@ from megatron_core.hub.megatron_lm.arguments import MegatronProgress
 from megatron_core.hub.megatron_lm.format import state_at
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN
 from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
+from megatron_core.hub.settings import TokenIdConfig, read_token_ids
 from megatron_core.locations import in_storage
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.models.gpt.model import HeadOptions
-from megatron_core.output_file import new_folder, refuse_inputs
+from megatron_core.prepared_output import new_folder, refuse_inputs
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
+from megatron_core.tokenizers.companions import files_to_store, stored_name
 from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
+from megatron_core.vocabularies.companions import companion_files, vocabulary_files
 
 Reader = CheckpointReader | HuggingFaceReader | MergedReader
 EMBEDDING = "model.embedding.word_embeddings.weight"
@@ -262,9 +263,10 @@ def special_token_ids(config: RunConfig) -> dict[str, Any]:
     """
     tokenizer = tokenizer_of(config.data)
     of_tokenizer = {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
-    if config.data.hf_token_ids is None:
+    text = config.section(TokenIdConfig).hf_token_ids
+    if text is None:
         return of_tokenizer
-    imported = read_token_ids(config.data.hf_token_ids)
+    imported = read_token_ids(text)
     for key, token_id in of_tokenizer.items():
         ids = imported.get(key)
         if token_id is not None and token_id not in (ids if isinstance(ids, list) else [ids]):

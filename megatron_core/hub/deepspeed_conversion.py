@@ -18,7 +18,7 @@ from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_chec
 from megatron_core.hub.hugging_face.reader import CONFIG
 from megatron_core.hub.hugging_face.writer import Group, write_weights
 from megatron_core.parallel.texts import listed
-from megatron_core.tokenizers.companions import companion_files, vocabulary_files
+from megatron_core.vocabularies.companions import companion_files, vocabulary_files
 
 OPTIMIZERS = {("exp_avg", "exp_avg_sq"): "adam", ("exp_avg",): "lion", ("momentum_buffer",): "sgd"}
 """Kinds of optimizer state -> our optimizer."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.checkpoint import parameter_pieces
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
@@ -27,6 +26,7 @@ from megatron_core.models.build import build_stages
 from megatron_core.models.gpt.model import HeadOptions
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.groups import ALONE
 from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
@@ -216,7 +216,7 @@ def start_generator(
         if faults:
             raise ConfigError("\n".join(faults))
         start_world(world, timeout_minutes=timeout_minutes)
-        groups = parallel_state.make_groups(config.parallel, world)
+        groups = make_groups(config.parallel, world)
         if config.parallel.layout_invariant:
             check_same_kernels(config, world.device)
         generator = Generator.load(reader, config, groups, world.device)

@@ -2,19 +2,21 @@
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_core.errors import MegatronError
 from megatron_core.inference.engine import Engine
 from megatron_core.inference.requests import Progress, Request
 from megatron_core.inference.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.groups import Group
-from megatron_core.parallel.texts import StringBroadcast
+from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.texts import encoded_text
 
 HEARTBEAT = 1.0
 """Seconds between synchronizations of idle ranks, so that no collective waits long."""
@@ -33,6 +35,47 @@ class _Command:
 
     ticket: int | None
     request: Request | None = None
+
+
+class StringBroadcast:
+    """Texts from the first rank of ``group`` to the others; it is at most ``ahead`` texts ahead of them."""
+
+    def __init__(self, group: Group, device: torch.device, *, ahead: int) -> None:
+        self._group = group
+        self._device = device
+        self._ahead = ahead
+        self._sent: deque[list[tuple[torch.Tensor, dist.Work | None]]] = deque()
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank is the one that sends."""
+        return self._group.rank() == 0
+
+    def exchange(self, text: str) -> str:
+        """Return the first rank's ``text`` on every rank; that of the others is ignored. Every rank calls this."""
+        if self._group.size() == 1:
+            return text
+        # Messages instead of a broadcast, so that the source need not wait: it is ahead of ranks that still compute.
+        group = process_group(self._group)
+        if not self.is_source:
+            size = torch.zeros(1, dtype=torch.int64, device=self._device)
+            dist.recv(size, group=group, group_src=0)
+            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            if data.numel():
+                dist.recv(data, group=group, group_src=0)
+            return data.cpu().numpy().tobytes().decode()
+        data = encoded_text(text, self._device)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        messages = [size, data] if data.numel() else [size]
+        targets = range(1, self._group.size())
+        # The tensors are kept until they have arrived.
+        pairs = [(to, tensor) for to in targets for tensor in messages]
+        self._sent.append([(tensor, dist.isend(tensor, group=group, group_dst=to)) for to, tensor in pairs])
+        while len(self._sent) > self._ahead:
+            for _, handle in self._sent.popleft():
+                assert handle is not None, "this rank is in the group"
+                handle.wait()
+        return text
 
 
 class RankService:

@@ -1,18 +1,15 @@
-"""Update rules of the core's optimizers, which work on any slice of a shard; features and programs add others.
+"""The update rule of AdamW, which works on any slice of a shard; features and programs add others.
 
 ``rule`` has the base classes. The rows of the table, in ``config.optimizers``, name the rules.
 """
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind, add_optimizer
-from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook
 from megatron_core.ops import Backend, adamw_
-from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, Rates, ShardSlice, write_copy
+from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, Rates, ShardSlice
 from megatron_core.parallel.groups import ParallelGroups
 
 
@@ -35,46 +32,6 @@ class AdamW(Algorithm):
             factor=rates.factor,
             backend=self.backend,
         )
-
-
-class SGD(Algorithm):
-    """As torch.optim.SGD: m = mu m + g + wd w; w = w - lr m. Without momentum (mu = 0) there is no state."""
-
-    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
-        """Update each part."""
-        momentum = self.config.sgd_momentum if rates.momentum is None else rates.momentum
-        # State is allocated when the optimizer is built, so that a checkpoint can be loaded before the first step.
-        if momentum and not self.config.sgd_momentum:
-            raise ConfigError(
-                f"momentum={momentum} in a parameter group of SGD without momentum, which has no state for it; "
-                "construct the optimizer with a momentum above 0"
-            )
-        for piece in pieces:
-            if self.config.sgd_momentum:
-                step = piece.state["momentum_buffer"]
-                step.mul_(momentum).add_(piece.grad, alpha=rates.factor)
-            else:
-                step = piece.grad.to(piece.main.dtype) * rates.factor
-            if rates.weight_decay:
-                step.add_(piece.main, alpha=rates.weight_decay)
-            piece.main.add_(step, alpha=-rates.lr)
-            write_copy(piece)
-
-
-class Lion(Algorithm):
-    """Chen et al. 2023, algorithm 2: w = w - lr (sign(b1 m + (1 - b1) g) + wd w); m = b2 m + (1 - b2) g."""
-
-    def update(self, pieces: Sequence[ShardSlice], rates: Rates) -> None:
-        """Update each part."""
-        beta1, beta2 = rates.betas or (self.config.lion_beta1, self.config.lion_beta2)
-        for piece in pieces:
-            momentum = piece.state["exp_avg"]
-            # In place: the gradient is not needed after the update.
-            grad = piece.grad.mul_(rates.factor).to(momentum.dtype)
-            direction = torch.lerp(grad, momentum, beta1).sign_()
-            piece.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(direction, alpha=-rates.lr)
-            momentum.lerp_(grad, 1.0 - beta2)
-            write_copy(piece)
 
 
 UpdateRule = Callable[[OptimizerConfig, Backend, ParallelGroups], Algorithm]

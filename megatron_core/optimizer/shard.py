@@ -13,8 +13,11 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.memory import Placement
-from megatron_core.optimizer.rounding import CHUNK
+from megatron_core.feature import load_hook
 from megatron_core.optimizer.rule import Algorithm, Rates, ShardSlice
+
+CHUNK = 2**20
+"""Number of elements of state in bfloat16 that are converted to float32 at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +44,8 @@ class Shard:
     ) -> Shard:
         """Construct the shard from the bucket's weights."""
         main = bucket.weight_shard
-        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
+        has_copy = "main_params_dtype" not in config.bf16_settings
+        wide = torch.promote_types(main.dtype, torch.float32) if has_copy else main.dtype
         # Wide weights on the device are their own main weights: no second copy.
         if main.dtype != wide or (main.device != placement.device and not main.is_meta):
             main = placement.tensor("main", main.numel(), wide).copy_(main)
@@ -114,6 +118,15 @@ class Shard:
         copy = self.bucket.weight_shard[span] if self.is_narrow and not self.is_on_other_device else None
         state = {name: tensor[span] for name, tensor in self.state.items()}
         return ShardSlice(self.bucket.grad_shard[span], self.main[span], copy, state)
+
+    def update(
+        self, span: slice, piece: ShardSlice, rates: Rates, seed: int, update: Callable[[ShardSlice], None]
+    ) -> None:
+        """Apply ``update`` to the tensors ``piece`` of the slice ``span``; ``seed``: seed of stochastic rounding."""
+        if self.is_rounded:
+            load_hook(self.algorithm.config.rounded_update)(self.bucket, span, piece, rates, seed, update)
+        else:
+            update(piece)
 
 
 @dataclass(frozen=True)

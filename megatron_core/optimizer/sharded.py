@@ -19,13 +19,10 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import update_rule
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
-from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
-from megatron_core.optimizer.rounding import update_rounded
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice
 from megatron_core.optimizer.shard import JointAlgorithm, Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.groups import ParallelGroups
-
-LossScale = ConstantLossScale | DynamicLossScale
 
 
 class Optimizer:
@@ -261,10 +258,7 @@ class Optimizer:
         def update(piece: ShardSlice) -> None:
             job.shard.algorithm.update([piece], job.rates)
 
-        if job.shard.is_rounded:
-            update_rounded(job.shard.bucket, job.span, piece, job.rates, self.seed, update)
-        else:
-            update(piece)
+        job.shard.update(job.span, piece, job.rates, self.seed, update)
 
     def tensors(self) -> Iterator[tuple[Bucket, dict[str, Tensor]]]:
         """Yield each bucket with its flat state.
@@ -305,18 +299,3 @@ def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, i
         run = (offset if run is None else run[0], offset + stop - start, group)
     if run is not None:
         yield run
-
-
-def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
-    """Return, for float16, the constant ``loss_scale`` if set, else a dynamic scale; 1 for other dtypes."""
-    # bfloat16 has the exponents of float32, so gradients do not underflow.
-    if params_dtype != torch.float16:
-        return ConstantLossScale(1.0)
-    if config.loss_scale is not None:
-        return ConstantLossScale(config.loss_scale)
-    return DynamicLossScale(
-        initial=config.initial_loss_scale,
-        minimum=config.min_loss_scale,
-        window=config.loss_scale_window,
-        hysteresis=config.hysteresis,
-    )

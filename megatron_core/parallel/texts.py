@@ -1,6 +1,5 @@
 """Exchange of texts between ranks as plain bytes, and lists of names for messages."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.parallel.collectives import all_gather_flat_, broadcast_
-from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.groups import Group
 
 
 def gather_strings(text: str, group: Group, device: torch.device) -> list[str]:
@@ -21,7 +20,7 @@ def gather_strings(text: str, group: Group, device: torch.device) -> list[str]:
     if group.size() == 1:
         return [text]
     # Two collectives of tensors instead of ``all_gather_object``, which would unpickle bytes of other ranks.
-    data = _encoded(text, device)
+    data = encoded_text(text, device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     all_gather_flat_(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
     sizes = lengths.tolist()
@@ -57,47 +56,6 @@ def raising_on_all_ranks(device: torch.device) -> Iterator[None]:
         raise ConfigError(f"rank {rank}: {by_rank[rank]}")
 
 
-class StringBroadcast:
-    """Texts from the first rank of ``group`` to the others; it is at most ``ahead`` texts ahead of them."""
-
-    def __init__(self, group: Group, device: torch.device, *, ahead: int) -> None:
-        self._group = group
-        self._device = device
-        self._ahead = ahead
-        self._sent: deque[list[tuple[torch.Tensor, dist.Work | None]]] = deque()
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this rank is the one that sends."""
-        return self._group.rank() == 0
-
-    def exchange(self, text: str) -> str:
-        """Return the first rank's ``text`` on every rank; that of the others is ignored. Every rank calls this."""
-        if self._group.size() == 1:
-            return text
-        # Messages instead of a broadcast, so that the source need not wait: it is ahead of ranks that still compute.
-        group = process_group(self._group)
-        if not self.is_source:
-            size = torch.zeros(1, dtype=torch.int64, device=self._device)
-            dist.recv(size, group=group, group_src=0)
-            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            if data.numel():
-                dist.recv(data, group=group, group_src=0)
-            return data.cpu().numpy().tobytes().decode()
-        data = _encoded(text, self._device)
-        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        messages = [size, data] if data.numel() else [size]
-        targets = range(1, self._group.size())
-        # The tensors are kept until they have arrived.
-        pairs = [(to, tensor) for to in targets for tensor in messages]
-        self._sent.append([(tensor, dist.isend(tensor, group=group, group_dst=to)) for to, tensor in pairs])
-        while len(self._sent) > self._ahead:
-            for _, handle in self._sent.popleft():
-                assert handle is not None, "this rank is in the group"
-                handle.wait()
-        return text
-
-
 def gather_from_all_ranks(text: str, device: torch.device) -> list[str]:
     """Gather the ``text`` of all ranks of the job; a collective call."""
     if not dist.is_initialized():
@@ -118,7 +76,7 @@ def broadcast_from_rank(source: int, text: str, device: torch.device) -> str:
         return text
     everyone = dist.group.WORLD
     assert everyone is not None
-    data = _encoded(text, device)
+    data = encoded_text(text, device)
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     broadcast_(size, source, everyone)
     if dist.get_rank() != source:
@@ -128,8 +86,9 @@ def broadcast_from_rank(source: int, text: str, device: torch.device) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
-# A copy, because the memory of Python's bytes is read-only and torch would warn.
-def _encoded(text: str, device: torch.device) -> torch.Tensor:
+def encoded_text(text: str, device: torch.device) -> torch.Tensor:
+    """The UTF-8 bytes of a text on a device: uint8 ``[n]``."""
+    # A copy, because the memory of Python's bytes is read-only and torch would warn.
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy()).to(device)
 
 

@@ -43,7 +43,7 @@ def state_by_kind(
     """
     weight = number_size(compute_dtype)
     wide = max(weight, 4)
-    main = wide if weight < wide and optimizer.main_params_dtype == "fp32" else 0
+    main = wide if weight < wide and "main_params_dtype" not in optimizer.bf16_settings else 0
     moments = optimizer.kind_of(hidden=hidden).moment_bytes(optimizer, wide) + wide * added_moments
     sizes = {"optimizer": moments + main, "gradients": wide, "weights": weight}
     shards = [data_parallel_size if zero_stage > stage else 1 for stage in range(len(sizes))]

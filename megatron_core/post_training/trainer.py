@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.config import RunConfig
-from megatron_core.config.rules_data import SOURCES
+from megatron_core.config.rules_data import given_sources
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.lora.adapters import without_adapters
@@ -358,9 +358,9 @@ class FrozenPolicy:
 
 def _without_data(config: RunConfig) -> RunConfig:
     """The configuration of a run whose caller passes the data of each step."""
-    for name in SOURCES:
-        if value := getattr(config.data, name):
-            raise ConfigError(f"{name}={value} is not read by Trainer: pass trajectories to its methods, and remove it")
+    for name in given_sources(config.data):
+        value = getattr(config.data, name)
+        raise ConfigError(f"{name}={value} is not read by Trainer: pass trajectories to its methods, and remove it")
     if config.num_groups > 1:
         raise ConfigError(f"outer groups ({config.num_groups}) cannot be used with Trainer; use one group")
     return replace(config, data=replace(config.data, dataloader_type="external"))

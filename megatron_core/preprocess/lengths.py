@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_core.datasets.indexed import IndexedDataset, blocks
-from megatron_core.output_file import save_picture
+from megatron_core.prepared_output import save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

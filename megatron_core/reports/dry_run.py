@@ -21,12 +21,12 @@ from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.locations import path_of
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.groups import COMBINATIONS, LocalGroup
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel_state import grid_of
 from megatron_core.planner.context import attention_flops, traffic
 from megatron_core.planner.explain import readable_bytes
 from megatron_core.planner.footprint import Footprint
@@ -114,7 +114,7 @@ class RankEstimate:
         """
         data_parallel = data_parallel_of(DataParallel, self.config, self.stages, self.groups, META)
         backend = self.config.model.kernel_backend
-        optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
+        optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, LossScale(), backend)
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)
         world = self.groups.grid.world_size * self.groups.outer.size()
         formula = Footprint.of(self.config, world, self.plan, self.layers, units, self.vocab_size)

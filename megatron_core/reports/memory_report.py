@@ -71,7 +71,9 @@ def describe_memory(run: Run, *, after_step: int = 0) -> str:
     plan = planned_bytes(run)
     texts = ", ".join(f"{category} {readable_bytes(size)}" for category, size in sizes.items())
     if not after_step:
-        return f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state\n{wrapped(f'    {texts}')}"
+        return (
+            f"memory of rank {run.groups.rank} by formula: {readable_bytes(plan)} of state\n{wrapped(f'    {texts}')}"
+        )
     state = sum(size for category, size in sizes.items() if category != "units whole")
     sent = sum(bucket.wire_bytes for bucket in run.data_parallel.buckets)
     gathered = sum(bucket.gathered_bytes for bucket in run.data_parallel.buckets)

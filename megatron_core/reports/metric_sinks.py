@@ -16,7 +16,8 @@ from typing import Any
 from megatron_core.errors import ConfigError, first_line
 from megatron_core.monitor.events import ExpertLoad, StepEvent, ValidationEvent
 from megatron_core.monitor.sinks import SinkContext
-from megatron_core.output_file import Kind, make_folder, no_follow_new, refuse_other_file
+from megatron_core.output_file import Kind, make_folder, refuse_other_file
+from megatron_core.prepared_output import no_follow_new
 from megatron_core.reports.settings import MlflowConfig, PrometheusConfig, TensorBoardConfig, WandbConfig
 
 

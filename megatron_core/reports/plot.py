@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_core.errors import DataError
-from megatron_core.output_file import save_picture
 from megatron_core.planner.simulate import Timeline, peak_activations
+from megatron_core.prepared_output import save_picture
 from megatron_core.reports.metrics import read_metrics, recorded_loads
 from megatron_core.reports.timelines import COLOURS, NAMES, four_digits, kinds, shade
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_core.output_file import TRACE, make_folder, no_follow, refuse_other_file
+from megatron_core.output_file import make_folder, no_follow, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import unix_time
+from megatron_core.prepared_output import TRACE
 from megatron_core.reports.meter import METER, PhaseSpan
 from megatron_core.reports.settings import ProfileConfig
 from megatron_core.reports.timelines import IN_FLIGHT, complete_event, tracks

@@ -13,8 +13,9 @@ from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import ExpertLoad
-from megatron_core.output_file import Kind, prepare_output
+from megatron_core.output_file import Kind
 from megatron_core.planner.simulate import simulate
+from megatron_core.prepared_output import prepare_output
 from megatron_core.reports.diagnosis import Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
 from megatron_core.reports.goodput import LOST

@@ -80,8 +80,7 @@ class BadSteps(Callback):
             return False
         if not math.isfinite(result.loss):
             return True
-        lowest = self.run.config.training.fp16 and result.loss_scale > self.run.config.optimizer.min_loss_scale
-        overflow = lowest and self.run.config.optimizer.loss_scale is None and not math.isfinite(result.grad_norm)
+        overflow = result.loss_scale > self.run.optimizer.loss_scale.minimum and not math.isfinite(result.grad_norm)
         return result.skipped and not overflow
 
     def _description(self, result: StepResult) -> str:

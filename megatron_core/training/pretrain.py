@@ -193,7 +193,7 @@ def missing_validation(run: Run) -> str | None:
         return None
     data = config.data
     request = f"eval_iters={config.training.eval_iters} evaluates on no validation data"
-    if data.data_path or data.data_args_path or data.data_phases:
+    if data.divided_sources:
         share = f"split={data.split} gives it none of the data" if data.split else "the data has none"
         return f"{request}: {share}; give --split 98,2,0, --valid-data-path or --eval-iters 0"
     return f"{request}; give --valid-data-path or --eval-iters 0"

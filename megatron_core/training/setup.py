@@ -8,23 +8,24 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_core import parallel_state
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.parallel import compression_of
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
-from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
+from megatron_core.data_parallel.settings import BucketRule, in_order
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.models.build import arithmetic_of, build_stages
+from megatron_core.optimizer.loss_scale import make_loss_scale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups, World
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -203,23 +204,19 @@ def data_parallel_of(
     initialise: Initialise | None = None,
     *,
     units: Mapping[int, list[list[nn.Module]]] | None = None,
-    keeps_parameters_whole: bool = False,
+    rule_of: BucketRule | None = None,
 ) -> Wrapper:
     """Build the gradient buckets of a rank's stages according to the configuration.
 
-    Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
-    enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
-    other optimizers. ``wrapper``: the class of the result.
+    ``rule_of`` replaces the rule of the optimizer by which buckets are filled; ``wrapper``: the class of the result.
     """
-    parallel, optimizer = config.parallel, config.optimizer
+    parallel = config.parallel
     compression = compression_of(parallel)
-    for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
-    by_matrix = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
-    matrix_rule = whole_matrices if by_matrix else in_order
+    rule = config.optimizer.bucket_rule(parallel.dp_zero_stage)
     settings = DataParallelSettings(
         zero_stage=parallel.dp_zero_stage,
         bucket_size=parallel.ddp_bucket_size,
-        rule_of=whole_parameters if keeps_parameters_whole else matrix_rule,
+        rule_of=rule_of or (in_order if rule is None else load_hook(rule)),
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         keep_after_forward=parallel.zero3_keep_after_forward,
@@ -312,7 +309,7 @@ def set_up(
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))
-    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.num_groups)
+    groups = make_groups(parallel, world, ends=plans.ends, outer_groups=config.num_groups)
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)

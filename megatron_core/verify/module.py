@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.errors import LayoutError
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -108,7 +108,7 @@ class _Training:
         self.num_microbatches = self._num_microbatches(layout)
         self.plan = _plan(layout, self.num_microbatches)
         stage_to_rank = self.plan.stage_to_rank
-        groups = parallel_state.make_groups(config, world, ends=(stage_to_rank[0], stage_to_rank[-1]))
+        groups = make_groups(config, world, ends=(stage_to_rank[0], stage_to_rank[-1]))
         split = SequenceSplit.of(groups, sequence_parallel=layout.sequence_parallel)
         options = ModelParallelConfig(
             sequence_parallel=layout.sequence_parallel, params_dtype=self.dtype, device=self.device
@@ -137,7 +137,7 @@ class _Training:
             p2p=p2p,
             message=MessageFormat(self._message_shape(split), self.dtype, self.device),
             data_parallel=data_parallel,
-            optimizer=Optimizer(data_parallel, OPTIMIZER, groups, ConstantLossScale(1.0)),
+            optimizer=Optimizer(data_parallel, OPTIMIZER, groups, LossScale()),
             deferrable=[parameter for bucket in data_parallel.buckets for parameter in bucket.parameters],
         )
 

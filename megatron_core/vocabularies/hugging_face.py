@@ -11,8 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from megatron_core import foreign_json
 from megatron_core.errors import ConfigError, quoted
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
-from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
 from megatron_core.vocabularies.byte_symbols import missing_bytes
+from megatron_core.vocabularies.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
 
 FILE_NAME = "tokenizer.json"
 

@@ -7,7 +7,7 @@ import sentencepiece
 
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets
-from megatron_core.tokenizers.companions import companion_files, other_vocabularies
+from megatron_core.vocabularies.companions import companion_files, other_vocabularies
 from megatron_core.vocabularies.hugging_face import END_OF_TURN, generation_ends
 
 

@@ -12,7 +12,7 @@ import tiktoken
 from megatron_core.errors import ConfigError, DataError, quoted
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets
 from megatron_core.tokenizers.build import NUM_SPECIAL_TOKENS
-from megatron_core.tokenizers.companions import companion_files
+from megatron_core.vocabularies.companions import companion_files
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 

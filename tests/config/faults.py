@@ -589,6 +589,11 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"dataloader_type": "external"}, 1, ("dataloader_type=external", "mock_data=True", "remove one")),
     ({"dataloader_type": "cyclic"}, 1, ("dataloader_type=cyclic", "mock_data=True", "single")),
     (
+        {"mock_data": False, "data_phases": "p.yaml", "dataloader_type": "cyclic"},
+        1,
+        ("dataloader_type=cyclic", "data_phases=p.yaml has no epochs", "use single"),
+    ),
+    (
         {"mock_data": False, "data_phases": "p.yaml", "data_order": "megatron"},
         1,
         ("data_phases=p.yaml", "data_order=keyed", "remove --data-order megatron"),

@@ -306,7 +306,7 @@ IN_LAYERS = (
     ),
     Defect(  # C27
         "recomputation draws another dropout mask",
-        "tensor_parallel.random:KeyedDropout.forward",
+        "tensor_parallel.dropout:KeyedDropout.forward",
         argument("bias_dropout_add", 4, "OLD + (torch._C._current_graph_task_id() >= 0)"),
         "selective recompute, tp2",
         "C27",

@@ -67,7 +67,7 @@ def test_refuses_what_is_not_there_exactly_once(old: str, times: int) -> None:
 
 
 def test_methods_that_call_super() -> None:
-    with planted("tensor_parallel.random:KeyedDropout.__init__", "self.p = p", "self.p = p / 2"):
+    with planted("tensor_parallel.dropout:KeyedDropout.__init__", "self.p = p", "self.p = p / 2"):
         assert KeyedDropout(0.5, 1, "here").p == 0.25
     assert KeyedDropout(0.5, 1, "here").p == 0.5
 

@@ -33,8 +33,9 @@ from megatron.core.transformer.module import sharded
 from megatron.training.training import wrap_model_chunks_with_ddp
 from megatron_core import parallel_state
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.data_parallel.bucket_layout import InOrder, Packer, WholeInShards
+from megatron_core.data_parallel.bucket_layout import InOrder, Packer
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.matrix_optimizers.whole_shards import WholeInShards
 from megatron_core.parallel.current import current
 from megatron_core.verify.ranks import run_ranks
 

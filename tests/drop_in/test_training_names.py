@@ -272,7 +272,7 @@ def test_a_program_of_ones_own_starts() -> None:
         "import megatron_core.drop_in\n"
         "from megatron.core import mpu\n"
         "from megatron.training import get_args, initialize_megatron, print_rank_0\n"
-        "from megatron_core.tensor_parallel.random import current_seed\n"
+        "from megatron.core.tensor_parallel.random import current_seed\n"
         "initialize_megatron(args_defaults={'tokenizer_type': 'NullTokenizer'})\n"
         "print_rank_0((mpu.get_data_parallel_world_size(), get_args().padded_vocab_size, current_seed()))\n"
     )

@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_core.config import RunConfig
-from megatron_core.config.ranges import TOKEN_ID_KEYS
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
 from megatron_core.hub.hugging_face import HuggingFaceReader, notes_of_folder, settings_of_folder
+from megatron_core.hub.settings import TOKEN_ID_KEYS
 from megatron_core.parallel import World
 from megatron_core.training import read_settings
 from megatron_core.training.setup import set_up

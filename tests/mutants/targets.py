@@ -22,7 +22,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "data_parallel": (),
     "optimizer": (),
     "parallel": (
-        *("compiled", "configured", "current", "device_draws", "exit_status", "flight_recorder", "getters", "launch"),
+        *("compiled", "configured", "current", "device_draws", "exit_status", "flight_recorder", "launch"),
         *(
             "meter",
             "pinned",
@@ -44,6 +44,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "features/layer_sizes": ("settings", "rules", "sizes", "spellings"),
     "features/context_parallelism": ("settings",),
     "features/latent_attention": ("settings", "kinds"),
+    "features/loss_scaling": ("settings",),
+    "features/matrix_optimizers": ("rows", "settings"),
+    "features/sgd_and_lion": ("settings",),
 }
 """Packages that compute, and their modules that compute nothing of a training: libraries and devices that a CPU lacks,
 processes, messages, files."""

@@ -18,8 +18,9 @@ from megatron_core.config.optimizers import OPTIMIZERS, Moment, OptimizerKind, o
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.sgd_and_lion.updates import SGD
 from megatron_core.optimizer import Algorithm, Rates, ShardSlice, register_optimizer, write_copy
-from megatron_core.optimizer.algorithms import SGD, AdamW
+from megatron_core.optimizer.algorithms import AdamW
 from megatron_core.parallel import ParallelGroups
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import rank_units

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_core.checkpoint import CheckpointReader, Save, parameter_pieces, save_checkpoint
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_, reduce_from_region
@@ -80,7 +80,7 @@ class Training:
         self.model, self.record = TinyExperts(self.groups), RankTrace()
         settings = DataParallelSettings(zero_stage=zero_stage, overlap_grad_reduce=True, bucket_size=16)
         self.data = DataParallel({0: self.model}, self.groups, settings)
-        self.optimizer = Optimizer(self.data, OPTIMIZER, self.groups, ConstantLossScale(1.0))
+        self.optimizer = Optimizer(self.data, OPTIMIZER, self.groups, LossScale(1.0))
 
     def train(self, steps: range) -> None:
         """Run steps on this data-parallel rank's part of each step's samples."""

@@ -148,12 +148,12 @@ DEFECTS: dict[str, CommonDefect] = {
         "optimizer.algorithms:AdamW.update", attribute("step", "OLD + 1"), "adam"
     ),
     "Lion's factors exchanged": CommonDefect(
-        "optimizer.algorithms:Lion.update",
+        "features.sgd_and_lion.updates:Lion.update",
         argument("lerp", 2, "beta2"),
         "lion",
     ),
     "weight decay enters the momentum of Lion": CommonDefect(
-        "optimizer.algorithms:Lion.update", argument("mul_", 0, "1.0 - rates.weight_decay", number=2), "lion"
+        "features.sgd_and_lion.updates:Lion.update", argument("mul_", 0, "1.0 - rates.weight_decay", number=2), "lion"
     ),
     "LAMB's ratio of squares": CommonDefect("features.lamb.update:LAMB.coefficients", call("sqrt", "SELF"), "lamb"),
     "Muon's scale of the shorter side": CommonDefect(
@@ -181,7 +181,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "average",
     ),
     "dropout of the wrong places": CommonDefect(
-        "tensor_parallel.random:KeyedDropout.__init__", argument("name_seed", 1, "'dropout'"), "dropout"
+        "tensor_parallel.dropout:KeyedDropout.__init__", argument("name_seed", 1, "'dropout'"), "dropout"
     ),
 }
 

@@ -13,7 +13,7 @@ from megatron_core.checkpoint import pieces_of
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.loader import packing_of
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.parallel import World
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.driver import StepHooks
@@ -101,7 +101,7 @@ def trained(values: dict[str, Any], steps: int, world: World, loss_scale: float 
     """Train on this rank: the trace has the initial weights as the first of its steps' parts, named ``start.``."""
     run = started(values, world)
     if loss_scale is not None:
-        run.optimizer.loss_scale = ConstantLossScale(loss_scale)
+        run.optimizer.loss_scale = LossScale(loss_scale)
     first = RankTrace()
     first.add_weights(run.data_parallel, run.stages.values())
     trace = RankTrace()

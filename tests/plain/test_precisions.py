@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_core.optimizer.loss_scale import DynamicLossScale
+from megatron_core.features.loss_scaling.scale import DynamicLossScale
 from tests.plain.engine import BASE, differences, engine_trace, samples_of, settings_of, start_of
 from tests.plain.optimizers import loss_scales
 from tests.plain.rows import EXPERTS, LLAMA, Values

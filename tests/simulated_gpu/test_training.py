@@ -277,7 +277,7 @@ ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_laye
             {"fp16": True, "initial_loss_scale": 2.0**40} | OFFLOAD,
         ),
         (
-            "parallel.transfer:Lane._started",
+            "features.offload.transfer:Lane._started",
             "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
             "pass",
             ACTIVATIONS,

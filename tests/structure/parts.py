@@ -19,9 +19,11 @@ PACKAGE = "megatron_core"
 SATELLITES = (
     *("planner", "verify", "inference", "preprocess", "commands", "drop_in", "any_model", "shell", "storage"),
     *("hub", "cpu_ranks", "data_parts", "resilience", "reports", "post_training", "vocabularies", "foreign_json"),
+    *("parallel_state", "prepared_output"),
 )
-"""Packages outside of the core that are not features. ``launcher`` is core: every start reads the ranks of torchrun,
-even the command line, which may not import ``parallel``."""
+"""Packages outside of the core that are not features. ``parallel_state`` has Megatron's functions for users' programs;
+a run makes its groups with ``parallel.configured``. ``launcher`` is core: every start reads the ranks of torchrun, even
+the command line, which may not import ``parallel``."""
 
 
 @cache

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from benchmarks.offloading import on_a_device
 from megatron_core.commands.show_schedule import main
+from megatron_core.features.offload.transfer import Lane
 from megatron_core.parallel import collectives
-from megatron_core.parallel.transfer import Lane
 from megatron_core.reports.trace_files import read_trace
 from megatron_core.training import loop
 from megatron_core.verify.ranks import run_ranks
@@ -157,7 +157,7 @@ def test_show_schedule_marks_them(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("reports.meter:Meter.flights_since", "flight.end > moments[mark]", "flight.end > moments[mark] + 1e3",
          EXPERTS, {"dp all_to_all"}),
         ("reports.meter:ChargedWait.wait", "self._transfer.waits.append", "id", EXPERTS, {"dp all_to_all"}),
-        ("parallel.transfer:Lane.start",
+        ("features.offload.transfer:Lane.start",
          "METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))",
          "self._started(call, for_host=for_host)", {"optimizer_offload_dir": ""}, {"disk read"}),
     ],

@@ -111,7 +111,7 @@ def _of_data(config: RunConfig) -> Iterator[TrainingDifference]:
     data = config.data
     is_sft = bool(config.optional("sft"))
     has_own_loss = bool(config.optional("dpo") or config.optional("kd_teacher"))
-    is_ordered = data.dataloader_type == "single" and data.data_phases is None and not is_sft and not has_own_loss
+    is_ordered = data.dataloader_type == "single" and not data.phase_hooks and not is_sft and not has_own_loss
     if data.data_order == "keyed" and data.dataloader_type != "external":
         yield TrainingDifference(
             "data order",

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.tree import additions
 from megatron_core.errors import LayoutError
 from megatron_core.features.equal_bits.exact_sum import add_rows_exactly_, rounded_exactly
 from megatron_core.features.equal_bits.fixed_products import (
@@ -27,6 +26,7 @@ from megatron_core.features.equal_bits.fixed_products import (
     sum_of_products_,
 )
 from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
+from megatron_core.features.equal_bits.rules import subtree_sizes
 from megatron_core.features.experts.grouped_linear import Chunks
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.sharding import Range, ShardSpec
@@ -340,3 +340,14 @@ def _add_expert_grads(
 ) -> None:
     for of_expert, expert_grad in zip(chunks.of_expert, exact_grad_of(weight), strict=True):
         _add_products(expert_grad, grad_y.unsqueeze(1), x.unsqueeze(1), [(rows, 0) for rows in of_expert], weight_parts)
+
+
+def additions(num_parts: int) -> list[int]:
+    """For each part, the additions of the tree after it, if partial sums are put on a stack and each addition replaces
+    the upper two by their sum."""
+    sizes = subtree_sizes(num_parts)
+    # A complete subtree is added to the sum of those before it in the same larger subtree, if there are any.
+    return [
+        sum(done % size == 0 and done % larger != size for size, larger in pairwise(sizes))
+        for done in range(1, num_parts + 1)
+    ]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_core.config.run import RunConfig
-from megatron_core.config.tree import subtree_sizes
+from megatron_core.config.tree import smallest_factor
 from megatron_core.text_file import read_table
 
 _TABLES = read_table(__file__)
@@ -120,3 +120,11 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def subtree_sizes(num_parts: int) -> list[int]:
+    """The numbers of neighbouring parts that the tree joins to one partial sum, from 1 to ``num_parts``."""
+    sizes = [1]
+    while sizes[-1] < num_parts:
+        sizes.append(sizes[-1] * smallest_factor(num_parts // sizes[-1]))
+    return sizes

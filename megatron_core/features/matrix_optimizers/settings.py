@@ -6,10 +6,16 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.optimizers import read_by
-from megatron_core.config.setting import Resume, given, section, setting
+from megatron_core.config.setting import Condition, Resume, given, section, setting
 from megatron_core.config.training import OptimizerConfig
 
 MUON_SPLIT_QKV = given("muon_split_qkv")
+
+
+MATRICES_ZERO_1 = Condition(
+    "--optimizer muon, adaptive_muon or soap, and --zero-stage 1",
+    lambda run: run.parallel.dp_zero_stage == 1 and any(row.scalar_optimizer for row in run.optimizer.kinds),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +77,14 @@ class MatrixOptimizerConfig(OptimizerConfig):
     """Factors of their own for the gate and the up projection of gated MLPs and experts, for --optimizer soap."""
     soap_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=read_by("soap_scalar_optimizer", "soap"))
     """Optimizer of embeddings, output layer, norms and biases, for --optimizer soap."""
+    use_layer_wise_param_layout: bool = setting(True, when=MATRICES_ZERO_1, resume=Resume.FREE)
+    """For --optimizer muon, adaptive_muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by
+    one rank; --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
+
+    def bucket_rule(self, zero_stage: int) -> str | None:
+        """Shards of whole matrices only below stage 2: buckets there join several units, and so contain enough matrices
+        to fill every shard."""
+        for_matrices = self.kind_of(hidden=True).scalar_optimizer is not None
+        if for_matrices and self.use_layer_wise_param_layout and zero_stage == 1:
+            return "megatron_core.features.matrix_optimizers.whole_shards:whole_matrices"
+        return super().bucket_rule(zero_stage)

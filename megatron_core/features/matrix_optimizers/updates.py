@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.data_parallel import Bucket
 from megatron_core.features.matrix_optimizers.plan import Item, MatrixMessages, MatrixTask, Round, plan_rounds
-from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import Rates, ShardSlice, write_copy
 from megatron_core.optimizer.shard import JointAlgorithm, Shard
 from megatron_core.parallel.collectives import start_all_to_all_rows
@@ -181,8 +180,9 @@ class MatrixAlgorithm(JointAlgorithm):
         directions: list[Tensor] = []
         state = {name: tensor.to(bucket.weights.device) for name, tensor in shard.state.items()}
         update = self.direction
+        everything = slice(0, bucket.grad_shard.numel())
         piece = ShardSlice(bucket.grad_shard, bucket.grad_shard, None, state)
-        self._run(shard, piece, rates, lambda piece: directions.append(update(piece, rates)))
+        shard.update(everything, piece, rates, self._seed, lambda piece: directions.append(update(piece, rates)))
         for name, tensor in state.items():
             if tensor is not shard.state[name]:
                 shard.state[name].copy_(tensor)
@@ -195,20 +195,15 @@ class MatrixAlgorithm(JointAlgorithm):
         stored = shard.main if shard.is_narrow else bucket.weight_shard
         main = stored.to(bucket.weights.device)
         copies_here = shard.is_narrow and main.device == bucket.weight_shard.device
+        everything = slice(0, main.numel())
         piece = ShardSlice(bucket.grad_shard, main, bucket.weight_shard if copies_here else None, {})
-        self._run(shard, piece, rates, lambda piece: self.apply(piece, update, rates))
+        shard.update(everything, piece, rates, self._seed, lambda piece: self.apply(piece, update, rates))
         if main is not stored:
             stored.copy_(main)
         if shard.is_narrow and not copies_here:
             bucket.weight_shard.copy_(main)
         for placement in (shard.placement, bucket.placement):
             placement.evict()
-
-    def _run(self, shard: Shard, piece: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:
-        if shard.is_rounded:
-            update_rounded(shard.bucket, slice(0, piece.main.numel()), piece, rates, self._seed, update)
-        else:
-            update(piece)
 
 
 def _in_shard(shard: Tensor, item: Item) -> Tensor:

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_core.output_file import make_folder, no_follow_new
+from megatron_core.output_file import make_folder
+from megatron_core.prepared_output import no_follow_new
 from megatron_core.terminal import print_once
 
 # Part of every key: change it with the meaning or format of the arrays, so that older files are ignored.

@@ -9,8 +9,8 @@ from megatron_core.features.megatron_order.settings import has_megatrons_order
 def finite_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that contradict a finite order of samples."""
     data = config.data
-    if has_megatrons_order(config) and data.data_phases is not None:
+    if has_megatrons_order(config) and data.phase_hooks:
         yield (
-            f"data_phases={data.data_phases} needs data_order=keyed, which can start at any sample; "
+            f"data_phases={config.value('data_phases')} needs data_order=keyed, which can start at any sample; "
             "remove --data-order megatron"
         )

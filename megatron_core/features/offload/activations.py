@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_core.config import RunConfig
+from megatron_core.data_parallel.memory import TransferHandle
+from megatron_core.features.offload.transfer import empty_on_host, is_on_host, lane
 from megatron_core.parallel.handles import Done
-from megatron_core.parallel.transfer import Transfer, empty_on_host, is_on_host, lane
 from megatron_core.transformer.block import TransformerBlock
 
 
@@ -30,7 +31,7 @@ class _Saved:
         self._returns = False
         self._here: Tensor | None = tensor.detach()
         self._host = empty_on_host(tensor)
-        self._transfer: Transfer = lane("host copy_out", self._device).copy(self._host, self._here)
+        self._transfer: TransferHandle = lane("host copy_out", self._device).copy(self._host, self._here)
 
     def load(self) -> None:
         """Start to copy the tensor to the device unless it is there."""

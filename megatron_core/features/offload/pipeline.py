@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.memory import BucketMemory, Placement
+from megatron_core.data_parallel.memory import BucketMemory, Placement, TransferHandle
 from megatron_core.features.offload.placement import DiskPlacement, HostPlacement
+from megatron_core.features.offload.transfer import empty_on_host, lane
 from megatron_core.optimizer.rule import ShardSlice
 from megatron_core.optimizer.shard import Shard, ShardUpdates, UpdateJob
 from megatron_core.parallel.pinned import pinned_like
-from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Sent:
     version: int
     """Version of the gradient on the device: a gradient that changes later is sent again."""
     memory: Tensor
-    transfer: Transfer
+    transfer: TransferHandle
 
 
 class UpdatePipeline(ShardUpdates):
@@ -69,7 +69,7 @@ class UpdatePipeline(ShardUpdates):
             if shard.sends_gradient:
                 self.send(shard)
         ahead: _Loaded | None = None
-        behind: list[Transfer] = []
+        behind: list[TransferHandle] = []
         spare = [_Spare() for _ in range(3)]
         for number, (job, following) in enumerate(zip_longest(jobs, jobs[1:])):
             loaded = ahead or _Loaded(job, self._sent, spare[number % 3])
@@ -98,7 +98,7 @@ class _Loaded:
         self._spare = spare
         shard = job.shard
         span = job.span
-        self._waits = list[Transfer]()
+        self._waits = list[TransferHandle]()
         weights = shard.bucket.weight_shard[span]
         # The gradient.
         grad = shard.bucket.grad_shard
@@ -138,7 +138,7 @@ class _Loaded:
         """Wait for all tensors."""
         _wait(self._waits)
 
-    def store(self) -> list[Transfer]:
+    def store(self) -> list[TransferHandle]:
         """Start to write the tensors that the update has changed."""
         shard = self._shard
         span = self._at
@@ -154,14 +154,14 @@ class _Loaded:
         return transfers
 
 
-def _copy(to: Tensor, source: Tensor, *, to_host: bool) -> Transfer:
+def _copy(to: Tensor, source: Tensor, *, to_host: bool) -> TransferHandle:
     """Start a copy between the device and the host."""
     if to_host:
         return lane("host copy_out", source.device).copy(to, source, for_host=True)
     return lane("host copy_in", to.device).copy(to, source)
 
 
-def _wait(transfers: Sequence[Transfer]) -> None:
+def _wait(transfers: Sequence[TransferHandle]) -> None:
     for transfer in transfers:
         transfer.wait()
 

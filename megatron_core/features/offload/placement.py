@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_core.data_parallel.memory import Placement
+from megatron_core.data_parallel.memory import Placement, TransferHandle
 from megatron_core.errors import ConfigError
-from megatron_core.output_file import make_folder, no_follow_new
+from megatron_core.features.offload.transfer import lane
+from megatron_core.output_file import make_folder
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.pinned import pinned_bytes
-from megatron_core.parallel.transfer import Transfer, lane
+from megatron_core.prepared_output import no_follow_new
 
 CHUNK = 2**22
 """Elements per chunk: 16 MiB of each float32 tensor."""
@@ -43,7 +44,7 @@ class HostPlacement(Placement):
             return pinned_bytes(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, TransferHandle]:
         """Return memory on ``device`` that has the values of ``piece`` after the handle's ``wait``."""
         if device == piece.device:
             return piece, Done()
@@ -99,17 +100,17 @@ class DiskPlacement(Placement):
             return spare[: piece.numel()]
         return torch.empty_like(piece)
 
-    def read(self, piece: Tensor, memory: Tensor) -> Transfer:
+    def read(self, piece: Tensor, memory: Tensor) -> TransferHandle:
         """Start to read ``piece`` in a helper thread."""
         call = partial(self._transfer, "reading", os.preadv, piece, memory)
         return lane("disk read").start(call, piece.nbytes)
 
-    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+    def fetch(self, piece: Tensor, device: torch.device) -> tuple[Tensor, TransferHandle]:
         """Start to read ``piece`` into host memory, which is pinned if ``device`` is a GPU."""
         memory = torch.empty_like(piece, pin_memory=device.type == "cuda")
         return memory, self.read(piece, memory)
 
-    def store(self, piece: Tensor, values: Tensor) -> Transfer:
+    def store(self, piece: Tensor, values: Tensor) -> TransferHandle:
         """Start to write ``values`` in a helper thread."""
         call = partial(self._transfer, "writing", os.pwritev, piece, values)
         return lane("disk write").start(call, piece.nbytes)

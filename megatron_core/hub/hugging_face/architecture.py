@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any, get_args
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.ranges import TOKEN_ID_KEYS
 from megatron_core.config.run import field_types
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError, quoted
@@ -34,6 +33,7 @@ from megatron_core.hub.hugging_face.classifier import TENSORS as CLASSIFIER_TENS
 from megatron_core.hub.hugging_face.classifier import classifier_keys, is_value_model
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
+from megatron_core.hub.settings import TOKEN_ID_KEYS
 
 OPTIONAL = {
     *("num_query_groups", "kv_channels", "ffn_hidden_size", "q_lora_rank"),

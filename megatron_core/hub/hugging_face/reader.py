@@ -17,7 +17,6 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.ranges import token_ids_json
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.features.experts.settings import MoEConfig
@@ -28,6 +27,7 @@ from megatron_core.hub.hugging_face.rules import Settings, refuse
 from megatron_core.hub.hugging_face.tensors import Index, TensorSource
 from megatron_core.hub.hugging_face.text_part import is_multimodal, text_settings
 from megatron_core.hub.hugging_face.unread_keys import notes_on_unread_keys
+from megatron_core.hub.settings import token_ids_json
 from megatron_core.models.build import global_shapes
 from megatron_core.parallel.texts import listed
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.ranges import LARGEST_TOKEN_ID, is_token_id
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.foreign_json import (
@@ -23,6 +22,7 @@ from megatron_core.foreign_json import (
     KeyType,
     wrong_values,
 )
+from megatron_core.hub.settings import LARGEST_TOKEN_ID, is_token_id
 
 Settings = dict[str, Any]
 TOKEN_ID = KeyType(f"a token's id from -1 to {LARGEST_TOKEN_ID:,}, or a list of ids", is_token_id)

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_core.config.ranges import TOKEN_ID_KEYS
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.hugging_face.rules import Settings
+from megatron_core.hub.settings import TOKEN_ID_KEYS
 
 PREFIXES = (
     ("language_model.model.", "model."),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
@@ -122,7 +122,7 @@ def _trained(method: str, settings: dict[str, Any], stage: int) -> dict[str, lis
     groups, model = ParallelGroups(Grid(dp=2), dist.get_rank()), Matrices()
     data = data_parallel_of(DataParallel, config, {0: model}, groups, torch.device("cpu"))
     assert all(bucket.weights.numel() == bucket.end for bucket in data.buckets), "no padding"
-    optimizer = Optimizer(data, config.optimizer, groups, ConstantLossScale(1.0))
+    optimizer = Optimizer(data, config.optimizer, groups, LossScale(1.0))
     for step in range(1, STEPS + 1):
         data.zero_grad()
         for bucket in data.buckets:

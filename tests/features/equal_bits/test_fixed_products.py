@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config.tree import additions
 from megatron_core.features.equal_bits.fixed_products import (
     InnerRange,
     add_chunk_products_,
@@ -25,6 +24,7 @@ from megatron_core.features.equal_bits.fixed_products import (
     product_,
     sum_of_products_,
 )
+from megatron_core.features.equal_bits.linear import additions
 from megatron_core.ops import native
 from megatron_core.parallel.tree_sum import tree_sum
 

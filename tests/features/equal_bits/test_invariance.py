@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_core.config.tree import default_parts, subtree_sizes
+from megatron_core.config.tree import default_parts
 from megatron_core.errors import LayoutError
 from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
+from megatron_core.features.equal_bits.rules import subtree_sizes
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.tree_sum import tree_sum

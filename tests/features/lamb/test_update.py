@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 
@@ -26,7 +26,7 @@ def test_lamb_is_its_formula(correction: Literal["moments", "rate", "none"]) -> 
     config = OptimizerConfig(
         optimizer="lamb", clip_grad=0.0, weight_decay=0.1, lamb_bias_correction=correction, **limits
     )
-    optimizer = Optimizer(data, config, groups, ConstantLossScale(1.0))
+    optimizer = Optimizer(data, config, groups, LossScale(1.0))
     generator = torch.Generator().manual_seed(3)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in weights.items()}

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
-from megatron_core.data_parallel.settings import in_order, whole_matrices
+from megatron_core.data_parallel.settings import in_order
 from megatron_core.features.matrix_optimizers import plan as matrix_plan
-from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.features.matrix_optimizers.whole_shards import whole_matrices
+from megatron_core.optimizer.loss_scale import LossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
@@ -121,7 +122,7 @@ def trained(layout: Layout, dtype: torch.dtype, settings: dict[str, Any]) -> tup
         ),
     )
     config = OptimizerConfig(**(MUON | settings))
-    optimizer = Optimizer(data, config, groups, ConstantLossScale(1.0))
+    optimizer = Optimizer(data, config, groups, LossScale(1.0))
     METER.start(groups, torch.device("cpu"))
     for step in range(STEPS):
         data.zero_grad()

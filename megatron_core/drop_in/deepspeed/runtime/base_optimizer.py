@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.optimizer.loss_scale import DynamicLossScale
+from megatron_core.features.loss_scaling.scale import DynamicLossScale
 
 
 class StepStates(Mapping[nn.Parameter, Mapping[str, Any]]):

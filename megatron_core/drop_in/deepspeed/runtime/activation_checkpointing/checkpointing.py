@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.translation import read_json
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.transfer import empty_on_host, is_on_host
+from megatron_core.features.offload.transfer import empty_on_host, is_on_host
 
 
 @dataclass

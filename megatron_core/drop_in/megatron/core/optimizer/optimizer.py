@@ -20,7 +20,8 @@ from megatron.core.optimizer.optimizer_config import (
 from megatron_core.data_parallel import Bucket, BucketMemory, DataParallelSettings
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.offload.pipeline import OffloadedMemory
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.optimizer.loss_scale import make_loss_scale
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharding import ShardSpec, Split, spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.data_parallel.bucket_layout import FillRule, InOrder, Packer, WholeInShards, matrix_work, round_up
+from megatron_core.data_parallel.bucket_layout import FillRule, InOrder, Packer, matrix_work, round_up
+from megatron_core.features.matrix_optimizers.whole_shards import WholeInShards
 
 START_MULTIPLE = 64
 """The offset of each parameter is a multiple of this number of elements."""

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from megatron.core.enums import LayerType
 from megatron_core.errors import LayoutError
 from megatron_core.features.stage_layouts.spellings import LETTERS, parse_layout
-from megatron_core.parallel.getters import getters
+from megatron_core.parallel_state import get_pipeline_model_parallel_rank
 
-_pipeline_rank = getters("pp", "that share the layers")[2]
 _TYPES = {"E": LayerType.embedding, "t": LayerType.decoder, "L": LayerType.loss, "m": LayerType.mtp}
 
 
@@ -93,7 +92,7 @@ class PipelineParallelLayerLayout:
             raise LayoutError(
                 f"vp_stage=None, but each rank has {self.virtual_pipeline_model_parallel_size} chunks; pass one"
             )
-        rank = _pipeline_rank() if pp_rank is None else pp_rank
+        rank = get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         return rank, vp_stage or 0
 
 

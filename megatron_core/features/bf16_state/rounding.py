@@ -16,9 +16,6 @@ from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.initialization import name_seed
 from megatron_core.parallel.sharding import spec_of
 
-CHUNK = 2**20
-"""Number of elements converted to float32 at a time."""
-
 
 def update_rounded(
     bucket: Bucket, span: slice, piece: ShardSlice, rates: Rates, seed: int, update: Callable[[ShardSlice], None]

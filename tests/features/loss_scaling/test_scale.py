@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
+from megatron_core.features.loss_scaling.scale import DynamicLossScale
+from megatron_core.optimizer.loss_scale import LossScale
 
 
 def scales(updates: str, **settings) -> list[float]:
@@ -69,7 +70,7 @@ def test_a_shorter_window_than_the_saved_good_steps_ends_at_once() -> None:
 
 
 def test_a_constant_scale_never_changes():
-    scale = ConstantLossScale(128)
+    scale = LossScale(128)
     scale.update(True)
     scale.load_state_dict({"scale": 2.0})
     assert scale.scale == 128.0 and scale.state_dict() == {}
@@ -77,7 +78,7 @@ def test_a_constant_scale_never_changes():
 
 def test_states_of_the_two_kinds_meet_without_harm():
     scale = DynamicLossScale(64.0, 1.0)
-    scale.load_state_dict(ConstantLossScale(8.0).state_dict())
+    scale.load_state_dict(LossScale(8.0).state_dict())
     assert scale.scale == 64.0
 
 
@@ -105,4 +106,4 @@ def test_settings_outside_their_range_are_named(settings, name):
 
 def test_a_constant_scale_is_above_zero():
     with pytest.raises(ConfigError, match="loss_scale=0"):
-        ConstantLossScale(0)
+        LossScale(0)

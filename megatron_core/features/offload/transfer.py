@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_core.parallel.handles import Done
-from megatron_core.parallel.meter import METER, Waited
+from megatron_core.data_parallel.memory import TransferHandle
+from megatron_core.parallel.meter import METER
 
 
 class Copied:
@@ -44,9 +44,6 @@ class Threaded:
         self._future.result()
 
 
-Transfer = Copied | Threaded | Waited | Done
-
-
 Direction = Literal["host copy_out", "host copy_in", "disk read", "disk write"]
 """The names of transfers in the meter; ``out`` is from the device to host memory."""
 
@@ -62,21 +59,21 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._executor = ThreadPoolExecutor(1, name.replace(" ", "-")) if self._stream is None else None
 
-    def start(self, call: Callable[[], object], size: int, *, for_host: bool = False) -> Transfer:
+    def start(self, call: Callable[[], object], size: int, *, for_host: bool = False) -> TransferHandle:
         """Start ``call``, which transfers ``size`` bytes, after everything that the current stream has to do.
 
         The caller must neither change nor free the memory of ``call`` before it has waited for the handle.
         ``for_host``: whether the host reads the result, and not the device.
         """
         where, operation = self._name.split()
-        handle: Transfer = METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))
+        handle: TransferHandle = METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))
         return handle
 
-    def copy(self, to: Tensor, source: Tensor, *, for_host: bool = False) -> Transfer:
+    def copy(self, to: Tensor, source: Tensor, *, for_host: bool = False) -> TransferHandle:
         """Start to copy ``source`` to ``to``."""
         return self.start(lambda: to.copy_(source, non_blocking=True), source.nbytes, for_host=for_host)
 
-    def _started(self, call: Callable[[], object], *, for_host: bool) -> Transfer:
+    def _started(self, call: Callable[[], object], *, for_host: bool) -> TransferHandle:
         if self._stream is None:
             assert self._executor is not None
             return Threaded(self._executor.submit(_without_gradients, call))

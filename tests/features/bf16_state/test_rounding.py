@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_core.config import OptimizerConfig
+from megatron_core.features.bf16_state.rounding import round_stochastically
 from megatron_core.optimizer.algorithms import AdamW
-from megatron_core.optimizer.rounding import round_stochastically
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.sharding import ShardSpec, split, split_fused, split_qkv
 from megatron_core.training.step import train_step
