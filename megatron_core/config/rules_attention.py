@@ -160,38 +160,8 @@ def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[
                 f"rotary_percent={model.rotary_percent} of the {head} channels in a head gives "
                 f"{rotating} rotating channels, which must be even and 2 or more; change rotary_percent, {settings}"
             )
-        elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
-            yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
-        elif model.has_longrope:
-            yield from _longrope_problems(model, rotating // 2)
-    needs_original = model.use_rope_scaling and model.rope_scaling_type in ("yarn", "longrope", "dynamic")
-    if needs_original and model.original_max_position_embeddings is None:
-        yield (
-            f"rope_scaling_type={model.rope_scaling_type} needs original_max_position_embeddings, the positions that "
-            "the model was trained on; add --original-max-position-embeddings N"
-        )
-    if model.use_rope_scaling and model.yarn_beta_fast <= model.yarn_beta_slow:
-        yield (
-            f"yarn_beta_fast={model.yarn_beta_fast} must be more than yarn_beta_slow={model.yarn_beta_slow}; "
-            "the defaults are 32 and 1"
-        )
     if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
         yield (
             f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "
             f"give {seq_length} or more, or remove the setting"
         )
-
-
-def _longrope_problems(model: ModelConfig, pairs: int) -> Iterator[str]:
-    """Factors of LongRoPE: one for each of the ``pairs`` rotary frequencies of a head."""
-    for name in ("longrope_short_factor", "longrope_long_factor"):
-        factors, flag = getattr(model, name), f"--{name.replace('_', '-')}"
-        if len(factors) != pairs:
-            yield (
-                f"{name} has {len(factors)} numbers; rope_scaling_type=longrope needs one for each of the {pairs} "
-                f"rotary frequencies of a head; give {flag} and {pairs} numbers"
-            )
-        if wrong := [factor for factor in factors if not 0 < factor <= 3e38]:
-            yield f"{name} has {wrong[0]}, which is out of range; each must be a number > 0 and <= 3e+38"
-    if model.original_max_position_embeddings == 1:
-        yield "original_max_position_embeddings=1 is too few for rope_scaling_type=longrope; give 2 or more"

@@ -35,6 +35,7 @@ from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
+from megatron_core.features.rope_scaling import ROPE_SCALING
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 from megatron_core.features.value_head import VALUE_HEAD
 
@@ -71,6 +72,7 @@ FEATURES = (
     MODEL_PRESETS,
     QK_CLIP,
     QUESTIONS,
+    ROPE_SCALING,
     RECURRENT,
     EXPERTS,
     SPARSE_ATTENTION,

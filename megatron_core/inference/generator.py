@@ -91,7 +91,7 @@ class Generator:
 
     def scale_to(self, longest: int | None) -> None:
         """Choose the factors of LongRoPE for texts up to ``longest`` tokens; None: the model's positions."""
-        if self.config.model.has_longrope:
+        if self.config.model.longest_text_scales_rotary:
             for model in self.stages.values():
                 model.max_sequence_length = self.config.max_positions if longest is None else longest
 

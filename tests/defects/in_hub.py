@@ -59,7 +59,7 @@ IN_HUB = (
     Defect(
         "the positions of a rank choose the factors of rotary frequencies",
         "models.gpt.model:GPTModel._rotary",
-        argument("scaled_frequencies", 2, "position_ids.shape[1]"),
+        argument("rotary_frequencies", 2, "position_ids.shape[1]"),
         "phi-3 with longrope, cp2",
         culprit="output of decoder.layers.0.self_attention",
     ),

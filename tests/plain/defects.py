@@ -106,11 +106,13 @@ DEFECTS: dict[str, CommonDefect] = {
         "transformer.rotary:rotary_table", call("sin", "-OLD"), "adjacent channels rotated"
     ),
     "YaRN's factor not divided": CommonDefect(
-        "transformer.rotary:yarn_magnitude", returned("yarn_mscale(factor, config.mscale)", number=2), "yarn"
+        "features.rope_scaling.settings:RopeScalingConfig.yarn_magnitude",
+        returned("self.yarn_mscale(self.mscale)", number=2),
+        "yarn",
     ),
     "YaRN's factor on scores not squared": CommonDefect(
-        "features.latent_attention.attention:query_factor",
-        returned("yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim)", number=2),
+        "features.rope_scaling.settings:RopeScalingConfig.rotary_score_factor",
+        returned("self.yarn_mscale(self.mscale_all_dim)", number=1),
         "latent attention without norms, yarn",
     ),
     "slopes of linear biases shifted by a head": CommonDefect(

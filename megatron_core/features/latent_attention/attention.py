@@ -14,21 +14,17 @@ from megatron_core.transformer.context import KeyValueStore, LayerContext, Seque
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
-from megatron_core.transformer.rotary import yarn_mscale
 
 
 def query_factor(config: ModelConfig) -> float:
     """Return the factor on the queries; kernels divide scores by the square root of the number of query channels.
 
-    It is softmax_scale * sqrt(query channels) if ``softmax_scale`` is set, else m(mscale_all_dim)^2 with YaRN, whose
-    rotary table is divided by m (DeepSeek-V2's code), else 1.
+    It is softmax_scale * sqrt(query channels) if ``softmax_scale`` is set, else that of scaled rotary positions.
     """
     if config.softmax_scale is not None:
         latent = config.section(LatentAttentionConfig)
         return config.softmax_scale * math.sqrt(latent.qk_head_dim + latent.qk_pos_emb_head_dim)
-    if config.use_rope_scaling and config.rope_scaling_type == "yarn":
-        return yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim) ** 2
-    return 1.0
+    return config.rotary_score_factor
 
 
 class LatentAttention(nn.Module):

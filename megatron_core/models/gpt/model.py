@@ -25,7 +25,7 @@ from megatron_core.transformer import SequenceContext, TransformerBlock, layer_s
 from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, cut_documents
 from megatron_core.transformer.layer_spec import LayerSpecs
 from megatron_core.transformer.linear_bias import key_channels
-from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
+from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_frequencies, rotary_table
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
@@ -360,7 +360,7 @@ class GPTModel(nn.Module):
             return None
         # Frequencies are settings, which no forward changes; their few numbers would take several launches each time.
         key = position_ids.device, self.max_sequence_length
-        frequencies, magnitude = self._frequencies.get(key) or scaled_frequencies(
+        frequencies, magnitude = self._frequencies.get(key) or rotary_frequencies(
             self.model_config, self.rotary_channels, self.max_sequence_length, position_ids.device
         )
         # Tensors of a mode, such as fake ones, are of no use after it.
