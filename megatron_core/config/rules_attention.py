@@ -44,21 +44,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     ]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
-    if model.output_z_loss_coeff and model.fuses_output_layer_with_loss:
-        yield (
-            f"output_z_loss_coeff={model.output_z_loss_coeff:g} cannot be used with cross_entropy_fusion_impl=linear, "
-            "which does not store the sums of exponentials; use native"
-        )
-    if model.add_output_layer_bias and model.fuses_output_layer_with_loss:
-        yield (
-            "add_output_layer_bias=True cannot be used with cross_entropy_fusion_impl=linear, which has no biases; use "
-            "native"
-        )
-    if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
-        yield (
-            f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "
-            "cross_entropy_fusion_impl=linear; use native"
-        )
 
 
 def _flex_problems(config: RunConfig) -> Iterator[str]:

@@ -30,6 +30,7 @@ from megatron_core.features.mup import MUP
 from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
+from megatron_core.features.output_losses import OUTPUT_LOSSES
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
@@ -77,6 +78,7 @@ FEATURES = (
     EXPERTS,
     SPARSE_ATTENTION,
     VALUE_HEAD,
+    OUTPUT_LOSSES,
     *cpu_ranks.FEATURES,
     *data_parts.FEATURES,
     *hub.FEATURES,
@@ -86,4 +88,4 @@ FEATURES = (
     *vocabularies.FEATURES,
 )
 """In the order in which their sections are shown, their parts of a run are called, and their methods of a section are
-called: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""
+called: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses, ``VALUE_HEAD`` the head of ``OUTPUT_LOSSES``."""

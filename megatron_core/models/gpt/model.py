@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core import tensor_parallel, transformer
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.feature import layer_hooks, load_hook
@@ -31,8 +30,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
 LogitLoss = Callable[[Tensor, Tensor], Tensor]
 """Losses ``[s, b]`` of this rank's columns of the logits ``[s, b, v/tp]`` and of labels ``[s, b]``."""
-AddZLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function of losses and log Z that returns the losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,33 +91,23 @@ class VocabularyHead(ColumnParallelLinear):
         hidden: Tensor,
         target: Tensor,
         weight: nn.Parameter | None,
-        add_z_loss: AddZLoss | None = None,
         logit_loss: LogitLoss | None = None,
+        context: SequenceContext | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Input of the head ``[s, b, h]``, targets ``[s, b]`` -> losses ``[s, b]``; ``logit_loss`` replaces cross
-        entropy."""
-        config = self.model_config
-        backend = config.kernel_backend
-        # Complete logits are the largest tensor of many models; chunks of them are enough for cross entropy and its
-        # gradient.
-        in_chunks = getattr(logit_loss, "in_chunks", None)
-        if config.fuses_output_layer_with_loss and (logit_loss is None or in_chunks):
-            weight = self.weight if weight is None else weight
-            assert weight is not None, "an output layer without a weight of its own is tied"
-            if in_chunks is not None:
-                return in_chunks(self._scaled(hidden), weight, target, self.comm)
-            return tensor_parallel.linear_cross_entropy(
-                self._scaled(hidden), weight, target, self.comm, vocab_size=self.vocab_size, backend=backend
-            )
+        entropy. With ``context`` and ``loss_mask`` ``[b, s]`` a head may attach auxiliary losses to the model's own."""
         logits = self.logits(hidden, weight)
         if logit_loss is not None:
             return logit_loss(logits, target)
-        canonical = self.config.arithmetic.parts_on(self.tp_group)
-        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": self.vocab_size}
-        of |= {"backend": backend, "num_parts": canonical}
-        if add_z_loss is not None:
-            return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
-        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
+        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **self.vocabulary)
+
+    @property
+    def vocabulary(self) -> dict[str, Any]:
+        """The arguments of a loss of the logits that describe the vocabulary and its split."""
+        group = self.tp_group
+        parts = {"tp_group": group, "num_parts": self.config.arithmetic.parts_on(group)}
+        return {**parts, "vocab_size": self.vocab_size, "backend": self.model_config.kernel_backend}
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
@@ -334,13 +321,10 @@ class GPTModel(nn.Module):
         sequences: SequenceDetails,
         logit_loss: LogitLoss | None,
     ) -> Tensor:
-        """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
-        config = self.model_config
-        add_z_loss = None
+        """Losses ``[s, b]`` with the gradients of auxiliary losses and of multi-token prediction; see ``forward``."""
+        target = labels.transpose(0, 1)
         later = sequences.later
-        if config.output_z_loss_coeff and context.auxiliary_losses is not None:
-            add_z_loss = partial(transformer.with_z_loss, config, sequences.loss_mask, context, self.parallel)
-        losses: Tensor = self.output_layer.losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
+        losses: Tensor = self.output_layer.losses(hidden, target, tied, logit_loss, context, sequences.loss_mask)
         if self.mtp is not None and self.training and later is not None:
             losses_of = partial(self.output_layer.losses, weight=tied)
             losses = self.mtp.add_losses(losses, hidden, labels, later, self._shared_weight(), context, losses_of)
