@@ -36,7 +36,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _position_problems(config, attention)
     yield from _window_problems(config)
     yield from _chunk_problems(config)
-    yield from _flex_problems(config)
     chosen = [
         n
         for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu")
@@ -44,21 +43,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     ]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
-
-
-def _flex_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that FlexAttention excludes."""
-    model = config.model
-    if model.attention_backend != "flex":
-        return
-    excluded = {
-        f"attention_dropout={model.attention_dropout}": (model.attention_dropout, "it has none; use 0"),
-        "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
-        f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
-    }
-    for setting, (is_given, reason) in excluded.items():
-        if is_given:
-            yield f"{setting} cannot be used with attention_backend=flex: {reason}, or use --attention-backend auto"
 
 
 def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:

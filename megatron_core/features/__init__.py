@@ -13,6 +13,7 @@ from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.flex_attention import FLEX_ATTENTION
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
 from megatron_core.features.lamb import LAMB
@@ -52,6 +53,7 @@ FEATURES = (
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
+    FLEX_ATTENTION,
     FP8,
     HYPER_CONNECTIONS,
     LAMB,

@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.features.flex_attention.kernels import flex_obstacle, takes_variable_lengths
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.transformer.flex_attention import flex_obstacle, takes_variable_lengths
 
 WITHIN = 450e9
 """Bytes per second and direction of a GPU to others of its node (NVLink 4)."""
