@@ -15,7 +15,7 @@ def flex_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
     }
     for setting, (is_given, reason) in excluded.items():
-        if is_given:
+        if is_given and model.attention_backend == "flex":
             yield f"{setting} cannot be used with attention_backend=flex: {reason}, or use --attention-backend auto"
 
 
