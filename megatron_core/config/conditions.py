@@ -21,10 +21,6 @@ WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_
 LAYER_NORM = Condition("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
 RMS_NORM = Condition("--normalization RMSNorm", lambda run: run.model.normalization == "RMSNorm")
 QK_LAYERNORM = given("qk_layernorm")
-QUERY_TEMPERATURE = Condition(
-    "--no-rope-freq N or --query-temperature-of-rotary",
-    lambda run: run.model.no_rope_freq or run.model.query_temperature_of_rotary,
-)
 GELU = unless(
     "--swiglu, --quick-geglu, --squared-relu, --relu or --xielu",
     lambda run: any(getattr(run.model, name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),

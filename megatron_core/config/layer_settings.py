@@ -126,13 +126,6 @@ class RotaryConfig:
     attention_chunk_size: int | None = setting(None, r.SIZE, needs=(c.ROTARY, c.NO_LATENT_ATTENTION))
     """Layers with rotary positions attend within chunks of this number of tokens of a document (Llama 4); default:
     within whole documents."""
-    query_temperature_scale: float = setting(0.0, r.NON_NEGATIVE, needs=(c.QUERY_TEMPERATURE, c.NO_LATENT_ATTENTION))
-    """Scale a of the temperature in layers without rotary positions: the query at position p is multiplied by
-    1 + a ln(1 + floor((p + 1) / --query-temperature-floor)) (Llama 4)."""
-    query_temperature_floor: int = setting(8192, r.SIZE, needs=given("query_temperature_scale", "A"))
-    """Positions after which the temperature of --query-temperature-scale changes."""
-    query_temperature_of_rotary: bool = setting(False, needs=(c.ROTARY, given("query_temperature_scale", "A")))
-    """Apply the temperature in the layers with rotary positions instead, with p in place of p + 1 (Ministral 3)."""
     rotary_interleaved: bool = setting(False, needs=c.NO_LATENT_ATTENTION, when=c.ROTARY)
     """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default: i and i + half (Llama)."""
 

@@ -254,6 +254,16 @@ class ModelConfig(
         return self.softmax_scale
 
     @property
+    def attention_steps(self) -> tuple[str, ...]:
+        """Hooks: classes derived from ``transformer.context.AttentionStep``, for all layers."""
+        return ()
+
+    @property
+    def bias_channels(self) -> int:
+        """Channels that steps of attention append to each query and key head."""
+        return 0
+
+    @property
     def embedding_factor(self) -> float:
         """Factor on the embeddings of words and positions."""
         return self.embedding_multiplier

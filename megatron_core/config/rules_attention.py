@@ -95,26 +95,10 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[str]:
-    """Rotary channels, the table of learned positions, and linear biases."""
+    """Rotary channels, and the table of learned positions."""
     model, seq_length = config.model, config.data.seq_length
-    if model.position_embedding_type == "alibi":
-        excluded = {
-            "multi_latent_attention": config.optional("multi_latent_attention"),
-            "attn_logit_softcapping": model.attn_logit_softcapping,
-            "layout_invariant": config.parallel.layout_invariant,
-        }
-        for name, value in excluded.items():
-            if value:
-                yield (
-                    f"position_embedding_type=alibi cannot be used with {name}={value}; remove it, or use "
-                    "--position-embedding-type rope"
-                )
-        if config.data.reset_position_ids and not config.data.reset_attention_mask:
-            yield (
-                "position_embedding_type=alibi cannot be used with reset_position_ids=True alone: keys of earlier "
-                "documents would have higher positions than the query; add --reset-attention-mask, or remove "
-                "--reset-position-ids"
-            )
+    if model.position_embedding_type == "alibi" and not model.bias_channels:
+        yield "position_embedding_type=alibi needs the feature positions, which this package lacks; use rope"
     skip = model.no_rope_freq
     if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
         yield (

@@ -32,12 +32,12 @@ from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.output_losses import OUTPUT_LOSSES
+from megatron_core.features.positions import POSITIONS
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
 from megatron_core.features.recurrent import RECURRENT
-from megatron_core.features.rope_scaling import ROPE_SCALING
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 from megatron_core.features.value_head import VALUE_HEAD
 
@@ -71,11 +71,11 @@ FEATURES = (
     NVIDIA_LIBRARIES,
     OUTER_STEPS,
     OFFLOAD,
+    POSITIONS,
     PREFERENCES,
     MODEL_PRESETS,
     QK_CLIP,
     QUESTIONS,
-    ROPE_SCALING,
     RECURRENT,
     EXPERTS,
     SPARSE_ATTENTION,

@@ -110,6 +110,22 @@ class LayerContext:
         return KeyedDropout(p, self.seed, name, self.config.kernel_backend)
 
 
+class AttentionStep:
+    """A change of the scaled queries and of the keys of a layer, which ``ModelConfig.attention_steps`` names."""
+
+    def __init__(self, context: LayerContext, layer_number: int) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def of_positions(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor for all layers of a forward, from positions ``[b, s]`` and the dtype of the weights."""
+        raise NotImplementedError
+
+    def __call__(self, query: Tensor, key: Tensor, of_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new queries ``[s, b, heads, d]`` and keys ``[s, b, groups, d]`` of this rank's heads."""
+        raise NotImplementedError
+
+
 class KeyValueStore(Protocol):
     """Keys and values, and states, of the texts of a step, for generation (``inference.kv_cache``)."""
 
@@ -288,10 +304,8 @@ class SequenceContext(ForwardState):
     """The documents of each sequence; no attention between documents. None: each sequence is one document."""
     chunks: PackedDocuments | None = None
     """The chunks of each sequence, for layers that attend within chunks; None: each document is one chunk."""
-    query_scale: Tensor | None = None
-    """Factor on the queries of layers without rotary positions, ``[s, b]`` or ``[s, 1]``; None: 1."""
-    bias_channels: Tensor | None = None
-    """Channels ``[s, b, c]`` or ``[s, 1, c]`` of keys for linear biases of scores; None: no biases."""
+    for_steps: tuple[Tensor, ...] = ()
+    """A tensor for each of ``ModelConfig.attention_steps``, ``AttentionStep.of_positions``."""
     sample_index: Tensor | None = None
     """``[b]``, the global number of each sequence; dropout depends on it."""
     positions: Tensor | None = None

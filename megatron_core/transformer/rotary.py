@@ -38,17 +38,3 @@ def rotary_frequencies(
         return plain_frequencies(channels, config.rotary_base, device), 1.0
     scaled: tuple[Tensor, float] = load_hook(config.rotary_scaling)(config, channels, max_sequence_length, device)
     return scaled
-
-
-def query_temperature(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Factor on the queries of layers without rotary positions, ``[s, b]``, from positions ``[b, s]``; None: 1.
-
-    1 + a ln(1 + floor((position + 1) / f)) with ``query_temperature_scale`` a and ``query_temperature_floor`` f; with
-    ``query_temperature_of_rotary`` on the queries of the other layers, and position in place of position + 1.
-    Source: Llama 4, Ministral 3; Nakanishi 2025, arXiv 2501.19399.
-    """
-    if not config.query_temperature_scale:
-        return None
-    first = 0 if config.query_temperature_of_rotary else 1
-    steps = (position_ids.t() + first) // config.query_temperature_floor
-    return 1.0 + config.query_temperature_scale * torch.log1p(steps.to(dtype))

@@ -42,7 +42,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "datasets": ("header", "paths", "build"),
     "features/experts": ("settings", "rules", "sizes"),
     "features/output_losses": ("settings",),
-    "features/rope_scaling": ("settings",),
+    "features/positions": ("settings",),
     "features/layer_sizes": ("settings", "rules", "sizes", "spellings"),
     "features/context_parallelism": ("settings",),
     "features/latent_attention": ("settings", "kinds"),

@@ -106,17 +106,17 @@ DEFECTS: dict[str, CommonDefect] = {
         "transformer.rotary:rotary_table", call("sin", "-OLD"), "adjacent channels rotated"
     ),
     "YaRN's factor not divided": CommonDefect(
-        "features.rope_scaling.settings:RopeScalingConfig.yarn_magnitude",
+        "features.positions.settings:PositionConfig.yarn_magnitude",
         returned("self.yarn_mscale(self.mscale)", number=2),
         "yarn",
     ),
     "YaRN's factor on scores not squared": CommonDefect(
-        "features.rope_scaling.settings:RopeScalingConfig.rotary_score_factor",
+        "features.positions.settings:PositionConfig.rotary_score_factor",
         returned("self.yarn_mscale(self.mscale_all_dim)", number=1),
         "latent attention without norms, yarn",
     ),
     "slopes of linear biases shifted by a head": CommonDefect(
-        "transformer.linear_bias:bias_slopes", expression("number + 1.0", "number"), "linear biases"
+        "features.positions.linear_bias:bias_slopes", expression("number + 1.0", "number"), "linear biases"
     ),
     "muP without the base model's heads": CommonDefect(
         "features.mup.settings:MuPConfig.attention_scale",

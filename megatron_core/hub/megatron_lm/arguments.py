@@ -17,8 +17,8 @@ from megatron_core.config.values import convert
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON, HeterogeneousConfig, write_blocks
 from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.features.recurrent.settings import AHEAD, RecurrentConfig, read_pattern
-from megatron_core.features.rope_scaling.settings import RopeScalingConfig
 
 OFF: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
@@ -282,7 +282,7 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "max_position_embeddings": config.max_positions,
         "vocab_size": state["vocab_size"],
-        "rope_type": "yarn" if model.section(RopeScalingConfig).is_scaled_by("yarn") else "rope",
+        "rope_type": "yarn" if model.section(PositionConfig).is_scaled_by("yarn") else "rope",
         "consumed_train_samples": state["consumed_samples"],
         "skipped_train_samples": 0,
         "consumed_valid_samples": 0,

@@ -21,10 +21,9 @@ from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, vocab_parallel_cross_entropy
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
-from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, cut_documents
+from megatron_core.transformer.context import AttentionStep, ForwardState, LayerContext, PackedDocuments, cut_documents
 from megatron_core.transformer.layer_spec import LayerSpecs
-from megatron_core.transformer.linear_bias import key_channels
-from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_frequencies, rotary_table
+from megatron_core.transformer.rotary import plain_frequencies, rotary_frequencies, rotary_table
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
@@ -288,8 +287,7 @@ class GPTModel(nn.Module):
             attention_mask=attention_mask,
             documents=documents,
             chunks=cut_documents(documents, size, *shape, input_ids.device, masked=masked),
-            query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
-            bias_channels=key_channels(self.model_config, position_ids, self.parallel.params_dtype),
+            for_steps=self._for_steps(position_ids),
             sample_index=sequences.sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),
@@ -351,6 +349,11 @@ class GPTModel(nn.Module):
         if not (torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling() or frequencies.is_inference()):
             self._frequencies[key] = frequencies, magnitude
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
+
+    def _for_steps(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        config = self.model_config
+        steps: list[type[AttentionStep]] = [load_hook(step) for step in config.attention_steps]
+        return tuple(step.of_positions(config, position_ids, self.parallel.params_dtype) for step in steps)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         base = self.model_config.rotary_base_of_windows

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.errors import ConfigError
-from megatron_core.features.rope_scaling.frequencies import llama3_frequencies, yarn_frequencies
-from megatron_core.features.rope_scaling.settings import RopeScalingConfig
+from megatron_core.features.positions.frequencies import llama3_frequencies, yarn_frequencies
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.transformer.rotary import plain_frequencies
@@ -199,7 +199,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             rotary_base,
             cp_group=cp_group,
         )
-        settings = RopeScalingConfig(
+        settings = PositionConfig(
             use_rope_scaling=True,
             rope_scaling_type="yarn",
             rotary_base=rotary_base,
@@ -219,4 +219,4 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
 
 def _yarn_get_mscale(scale: float = 1, mscale: float = 1) -> float:
-    return RopeScalingConfig(rope_scaling_factor=scale).yarn_mscale(mscale)
+    return PositionConfig(rope_scaling_factor=scale).yarn_mscale(mscale)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_core.features.rope_scaling.frequencies import llama3_frequencies, yarn_frequencies
-from megatron_core.features.rope_scaling.settings import RopeScalingConfig
+from megatron_core.features.positions.frequencies import llama3_frequencies, yarn_frequencies
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.hub.hugging_face.architecture import ARCHITECTURES
 from megatron_core.training.step import train_step
 from megatron_core.transformer.rotary import plain_frequencies, rotary_frequencies, rotary_table
@@ -43,7 +43,7 @@ def test_scaled_positions_are_those_of_transformers(theirs: dict) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2, "rope_theta": 500_000.0, **lengths}
     sizes |= {"intermediate_size": 512, "rms_norm_eps": 1e-6}
     config = LlamaConfig(**sizes, rope_scaling=dict(theirs))
-    ours = RopeScalingConfig(**ARCHITECTURES["llama"].settings(sizes | {"rope_scaling": theirs}))
+    ours = PositionConfig(**ARCHITECTURES["llama"].settings(sizes | {"rope_scaling": theirs}))
     positions = torch.tensor([[0, 1, 50, 3000]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float64), positions)
     frequencies, magnitude = rotary_frequencies(ours, 128, 3001)
@@ -56,7 +56,7 @@ def test_scaled_positions_are_those_of_transformers(theirs: dict) -> None:
 
 def test_a_larger_base_slows_the_slowest_channel_by_the_factor() -> None:
     settings = {"use_rope_scaling": True, "rope_scaling_type": "ntk", "rope_scaling_factor": 4.0}
-    found, magnitude = rotary_frequencies(RopeScalingConfig(**settings), 16, 64)
+    found, magnitude = rotary_frequencies(PositionConfig(**settings), 16, 64)
     plain = plain_frequencies(16, 10_000.0)
     assert found[0] == plain[0] and magnitude == 1.0
     assert found[-1].item() == pytest.approx(plain[-1].item() / 4.0, rel=1e-12)
@@ -65,7 +65,7 @@ def test_a_larger_base_slows_the_slowest_channel_by_the_factor() -> None:
 def test_yarn_scales_slow_channels_alone() -> None:
     """Fast channels keep their frequency, slow ones are divided by the factor, those in between by less."""
     settings = {"rope_scaling_factor": 4.0, "original_max_position_embeddings": 64, "yarn_beta_fast": 2.0}
-    exact = RopeScalingConfig(**settings, yarn_beta_slow=0.2, yarn_correction_range_round_to_int=False)
+    exact = PositionConfig(**settings, yarn_beta_slow=0.2, yarn_correction_range_round_to_int=False)
     plain = plain_frequencies(16, 100.0)
     turns = 64 * plain / (2 * math.pi)
     ratio = yarn_frequencies(plain, replace(exact, rotary_base=100.0)) / plain

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.features.rope_scaling.settings import RopeScalingConfig
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.transformer.rotary import plain_frequencies
 
 LLAMA3_CONTEXT = 8192
@@ -22,7 +22,7 @@ def scaled_frequencies(
 
     ``max_sequence_length``: positions in the longest text, for dynamic scaling and LongRoPE.
     """
-    settings = config.section(RopeScalingConfig)
+    settings = config.section(PositionConfig)
     base = config.rotary_base
     factor = settings.rope_scaling_factor
     scaling = settings.rope_scaling_type if settings.use_rope_scaling else None
@@ -54,7 +54,7 @@ def llama3_frequencies(frequencies: Tensor, factor: float, context: int = LLAMA3
     return share * frequencies + (1 - share) * frequencies / factor
 
 
-def yarn_frequencies(frequencies: Tensor, config: RopeScalingConfig) -> Tensor:
+def yarn_frequencies(frequencies: Tensor, config: PositionConfig) -> Tensor:
     """Return (1 - s_i) f_i + s_i f_i / factor (Peng et al. 2023).
 
     s_i increases linearly in i from 0 at the channel pair with ``yarn_beta_fast`` rotations over the original positions
@@ -81,9 +81,7 @@ def yarn_frequencies(frequencies: Tensor, config: RopeScalingConfig) -> Tensor:
     return (1 - share) * frequencies + share * frequencies / config.rope_scaling_factor
 
 
-def longrope_frequencies(
-    frequencies: Tensor, config: RopeScalingConfig, max_sequence_length: int
-) -> tuple[Tensor, float]:
+def longrope_frequencies(frequencies: Tensor, config: PositionConfig, max_sequence_length: int) -> tuple[Tensor, float]:
     """Divide each frequency by its factor, short or long; also return the magnitude (Ding et al. 2024).
 
     The long ones are for a longest text of more than the original n positions. The magnitude is the configured one, or

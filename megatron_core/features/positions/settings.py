@@ -1,4 +1,4 @@
-"""Settings and rules of scaled rotary positions."""
+"""Settings and rules of further kinds of positions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,18 @@ SOFTMAX_SCALE_FROM_YARN = unless(
     ),
 )
 
+QUERY_TEMPERATURE = Condition(
+    "--no-rope-freq N or --query-temperature-of-rotary",
+    lambda run: run.model.no_rope_freq or run.model.query_temperature_of_rotary,
+)
+BIAS_CHANNELS = 8
+"""Further channels of queries and keys for linear biases; kernels need multiples of 8."""
+
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class RopeScalingConfig(ModelConfig):
-    """Scaling of rotary frequencies to longer sequences."""
+class PositionConfig(ModelConfig):
+    """Scaling of rotary frequencies to longer sequences, and the temperature of queries."""
 
     rotary_seq_len_interpolation_factor: float | None = setting(None, r.POSITIVE, needs=c.ROTARY)
     """Divide positions by this, for sequences longer than in training (Chen et al. 2023); default: no division."""
@@ -77,11 +84,32 @@ class RopeScalingConfig(ModelConfig):
     longrope_long_mscale: float | None = setting(None, r.POSITIVE, needs=LONGROPE)
     """LongRoPE: the same for longer texts."""
 
+    query_temperature_scale: float = setting(0.0, r.NON_NEGATIVE, needs=(QUERY_TEMPERATURE, c.NO_LATENT_ATTENTION))
+    """Scale a of the temperature in layers without rotary positions: the query at position p is multiplied by
+    1 + a ln(1 + floor((p + 1) / --query-temperature-floor)) (Llama 4)."""
+    query_temperature_floor: int = setting(8192, r.SIZE, needs=given("query_temperature_scale", "A"))
+    """Positions after which the temperature of --query-temperature-scale changes."""
+    query_temperature_of_rotary: bool = setting(False, needs=(c.ROTARY, given("query_temperature_scale", "A")))
+    """Apply the temperature in the layers with rotary positions instead, with p in place of p + 1 (Ministral 3)."""
+
+    @property
+    def attention_steps(self) -> tuple[str, ...]:
+        """The steps of grouped-query attention for the temperature and for linear biases."""
+        steps = super().attention_steps
+        if self.query_temperature_scale:
+            steps += ("megatron_core.features.positions.temperature:QueryTemperature",)
+        return (*steps, "megatron_core.features.positions.linear_bias:LinearBias") if self.bias_channels else steps
+
+    @property
+    def bias_channels(self) -> int:
+        """Further channels of queries and keys for linear biases."""
+        return BIAS_CHANNELS if self.position_embedding_type == "alibi" else super().bias_channels
+
     @property
     def rotary_scaling(self) -> str | None:
         """The function of the scaled frequencies."""
         if self.use_rope_scaling or self.rotary_seq_len_interpolation_factor is not None:
-            return "megatron_core.features.rope_scaling.frequencies:scaled_frequencies"
+            return "megatron_core.features.positions.frequencies:scaled_frequencies"
         return super().rotary_scaling
 
     @property
@@ -113,9 +141,27 @@ class RopeScalingConfig(ModelConfig):
         return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
 
 
-def rope_scaling_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings that contradict the method, or that it lacks."""
-    model = config.model.section(RopeScalingConfig)
+def position_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings that contradict linear biases or the scaling of rotary positions, or that it lacks."""
+    model = config.model.section(PositionConfig)
+    if model.position_embedding_type == "alibi":
+        excluded = {
+            "multi_latent_attention": config.optional("multi_latent_attention"),
+            "attn_logit_softcapping": model.attn_logit_softcapping,
+            "layout_invariant": config.parallel.layout_invariant,
+        }
+        for name, value in excluded.items():
+            if value:
+                yield (
+                    f"position_embedding_type=alibi cannot be used with {name}={value}; remove it, or use "
+                    "--position-embedding-type rope"
+                )
+        if config.data.reset_position_ids and not config.data.reset_attention_mask:
+            yield (
+                "position_embedding_type=alibi cannot be used with reset_position_ids=True alone: keys of earlier "
+                "documents would have higher positions than the query; add --reset-attention-mask, or remove "
+                "--reset-position-ids"
+            )
     attention = attention_of(model)
     method = model.rope_scaling_type
     rotating = attention.rotary_channels if 0 < model.rotary_percent <= 1 and model.num_attention_heads >= 1 else 0
