@@ -18,6 +18,7 @@ from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.features.equal_bits.rules import invariance_problems
+from megatron_core.features.experts.replay import RouterReplay
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.inference.sampling import Losses
@@ -33,7 +34,7 @@ from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.transformer.context import ForwardState, RouterReplay
+from megatron_core.transformer.context import ForwardState
 
 Message = tuple[Tensor, MessageHandle]
 """A message under way; its tensor must neither change nor be freed."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.ops.rotary import rope
-from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
+from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
@@ -117,7 +118,7 @@ class LatentAttention(nn.Module):
         return self.linear_proj(attended)
 
     def attend_in_generation(
-        self, cache: KeyValueStore, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
+        self, cache: Any, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
     ) -> Tensor:
         """Store latents and shared keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
         (memory,) = cache.write(self.layer_number, latents)
@@ -130,7 +131,7 @@ class LatentAttention(nn.Module):
             outputs.append(cache.attend_fresh(self.core_attention, query[cached:, 0], key[:, 0], value[:, 0]))
         return torch.cat(outputs)[:, None]
 
-    def _attend_to_latents(self, cache: KeyValueStore, query: Tensor, memory: Tensor) -> Tensor:
+    def _attend_to_latents(self, cache: Any, query: Tensor, memory: Tensor) -> Tensor:
         """Compute the same attention without expanding the cached latents to keys and values.
 
         q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core.errors import ConfigError
+from megatron_core.features.experts import replay
 from megatron_core.features.experts.layer import moe_loss_names
 from megatron_core.features.offload.activations import offload_activations
 from megatron_core.models.gpt import model
@@ -36,7 +37,6 @@ from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceDetails, SequenceSplit
 from megatron_core.tensor_parallel.random import current_seed
-from megatron_core.transformer import context
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names
@@ -280,7 +280,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         return sharded(self, prefix)
 
 
-class _Replay(context.RouterReplay):
+class _Replay(replay.RouterReplay):
     """Answers the engine's layers from the ``RouterReplay`` of each, which the caller controls."""
 
     def __init__(self, layers: dict[int, RouterReplay]) -> None:
