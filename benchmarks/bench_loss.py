@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.results import Row, append
+from megatron_core.features.output_losses.chunked_loss import linear_cross_entropy
 from megatron_core.ops import Backend
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.linear import parallel_linear
 
 Losses = Callable[[Tensor, nn.Parameter, Tensor], Tensor]

@@ -29,12 +29,12 @@ import tyro
 from benchmarks.results import Row, append
 from benchmarks.steps import time_steps
 from megatron_core.config import RunConfig
-from megatron_core.planner.layout import Layout
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.planner.cost import LayerTimes, Pipeline, cost_of, step_cost
 from megatron_core.planner.hardware import Hardware, Link, read_hardware
 from megatron_core.planner.layer_time import LayerClock, Passes
+from megatron_core.planner.layout import Layout
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

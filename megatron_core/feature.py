@@ -72,8 +72,8 @@ class Feature:
     constructed as ``transformer.attention.SelfAttention``, and of each of ``feed_forwards``, constructed as
     ``transformer.mlp.MLP``, but with the number of the layer. Further names: "multi_token", the layers after the last
     one, whose losses ``models.gpt.model`` adds; "tiled_attention", the core attention of sequences over several ranks;
-    "linear", in place of attention or the MLP; and those of ``ModelConfig.head_name``, heads constructed as
-    ``models.gpt.model.VocabularyHead``."""
+    "fused_attention", kernels of ``transformer.core_attention``; "linear", in place of attention or the MLP; and those
+    of ``ModelConfig.head_name``, heads constructed as ``models.gpt.model.VocabularyHead``."""
     attention_kinds: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``config.attention.AttentionKind``, with the sizes of the layers, by the names that
     ``ModelConfig.attention_name`` or ``recurrence_of`` returns; "attention_and_NAME" is the kind of a layer with both.

@@ -26,8 +26,8 @@ from benchmarks.gpu.one_gpu import on_one_gpu
 from benchmarks.gpu.stages import LAYOUTS
 from benchmarks.gpu.training import BF16, EXPERTS, SHAPE, TINY, TINY_BOUND, compared
 from megatron_core.config import RunConfig
-from megatron_core.planner.layout import Layout
 from megatron_core.parallel import World
+from megatron_core.planner.layout import Layout
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify import GPTExperiment, parity

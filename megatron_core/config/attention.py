@@ -141,10 +141,6 @@ class AttentionKind:
         return Projection(inputs, model.hidden_size, "inputs", has_bias, width, "linear_proj")
 
 
-BIAS_CHANNELS = 8
-"""Further channels of queries and keys for linear biases; kernels need multiples of 8."""
-
-
 class GroupedQuery(AttentionKind):
     """Queries, keys and values from one projection (Ainslie et al. 2023); multi-head and multi-query attention, too."""
 
@@ -153,17 +149,12 @@ class GroupedQuery(AttentionKind):
     @property
     def query_head_size(self) -> int:
         """Channels of a query or key head in their product, with those of linear biases."""
-        return self.model.head_size + self.bias_channels
-
-    @property
-    def bias_channels(self) -> int:
-        """Channels of a query or key head for linear biases."""
-        return BIAS_CHANNELS * (self.model.position_embedding_type == "alibi")
+        return self.model.head_size + self.model.bias_channels
 
     def score_flops(self, keys: int) -> tuple[int, int]:
         """As ``AttentionKind``, without the products for linear biases: only this implementation needs them."""
         scores, values = super().score_flops(keys)
-        return scores - 2 * keys * self.model.num_attention_heads * self.bias_channels, values
+        return scores - 2 * keys * self.model.num_attention_heads * self.model.bias_channels, values
 
     def projections(self, tp: int) -> list[Projection]:
         """One projection to queries, gates, keys and values; each rank has at least one group."""

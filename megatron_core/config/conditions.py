@@ -16,29 +16,11 @@ GPU = Condition("a GPU", lambda run: run.device != "cpu")
 NO_LATENT_ATTENTION = without("multi_latent_attention")
 ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
 POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)
-ROPE_SCALING = given("use_rope_scaling")
-NOT_NTK = Condition("another --rope-scaling-type", lambda run: run.model.rope_scaling_type != "ntk")
-YARN = Condition(
-    "--rope-scaling-type yarn", lambda run: run.model.use_rope_scaling and run.model.rope_scaling_type == "yarn"
-)
-LONGROPE = Condition("--rope-scaling-type longrope", lambda run: run.model.has_longrope)
-NO_YARN_FACTOR = unless("--yarn-attention-factor", lambda run: run.model.yarn_attention_factor is not None)
-SOFTMAX_SCALE_FROM_YARN = unless(
-    "--yarn-attention-factor",
-    lambda run: (
-        run.model.yarn_attention_factor is not None
-        and not (run.optional("multi_latent_attention") and run.model.softmax_scale is None)
-    ),
-)
 WINDOW = given("window_size", "BEFORE 0")
 WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_windows)
 LAYER_NORM = Condition("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
 RMS_NORM = Condition("--normalization RMSNorm", lambda run: run.model.normalization == "RMSNorm")
 QK_LAYERNORM = given("qk_layernorm")
-QUERY_TEMPERATURE = Condition(
-    "--no-rope-freq N or --query-temperature-of-rotary",
-    lambda run: run.model.no_rope_freq or run.model.query_temperature_of_rotary,
-)
 GELU = unless(
     "--swiglu, --quick-geglu, --squared-relu, --relu or --xielu",
     lambda run: any(getattr(run.model, name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),

@@ -135,16 +135,6 @@ class ModelConfig(
     """Backend of fused operations. auto: native kernels if available for device and dtype, else reference. native: an
     error if not available. reference: PyTorch. apex, transformer_engine: the library's operations, and auto for the
     operations that it lacks. --layout-invariant chooses its matrix products itself."""
-    cross_entropy_loss_fusion: bool = setting(False, when=ALWAYS, resume=Resume.FREE)
-    """Fuse the loss with the method --cross-entropy-fusion-impl; default: native."""
-    cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
-        "native", needs=given("cross_entropy_loss_fusion"), resume=Resume.FREE, is_refinement=True
-    )
-    """With --cross-entropy-loss-fusion. native: the loss in one pass over the logits. linear: output layer and loss
-    together, a few tokens at a time, which saves the memory of logits and costs one more matrix product."""
-    output_z_loss_coeff: float = setting(0.0, r.from_0(1e6), when=c.TRAINING)
-    """Add this times the mean of log^2 Z to the loss, where Z is the sum of the exponentials of a token's logits
-    (PaLM: 1e-4); it keeps logits near 0. The reported loss does not include it."""
     init_method_std: float = setting(0.02, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
     """Standard deviation of initial weights; divided by sqrt(2 num_layers) if their output joins the residual stream,
     or with --hybrid-layer-pattern by sqrt(num_layers)."""
@@ -264,6 +254,16 @@ class ModelConfig(
         return self.softmax_scale
 
     @property
+    def attention_steps(self) -> tuple[str, ...]:
+        """Hooks: classes derived from ``transformer.context.AttentionStep``, for all layers."""
+        return ()
+
+    @property
+    def bias_channels(self) -> int:
+        """Channels that steps of attention append to each query and key head."""
+        return 0
+
+    @property
     def embedding_factor(self) -> float:
         """Factor on the embeddings of words and positions."""
         return self.embedding_multiplier
@@ -361,7 +361,7 @@ class ModelConfig(
     @property
     def fuses_output_layer_with_loss(self) -> bool:
         """Whether losses are computed without storing all logits."""
-        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+        return False
 
     @property
     def share_embeddings_and_output_weights(self) -> bool:
@@ -372,6 +372,11 @@ class ModelConfig(
     def head_name(self) -> str:
         """The kind of the head of the last stage; features have others (``models.gpt.model.make_head``)."""
         return "vocabulary"
+
+    @property
+    def head_loss_names(self) -> tuple[str, ...]:
+        """Names of the auxiliary losses that the head adds."""
+        return ()
 
     def head_columns(self, vocabulary: int) -> int:
         """Number of outputs of the head on a rank that has ``vocabulary`` rows of the padded vocabulary."""

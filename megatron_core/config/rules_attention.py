@@ -36,7 +36,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _position_problems(config, attention)
     yield from _window_problems(config)
     yield from _chunk_problems(config)
-    yield from _flex_problems(config)
     chosen = [
         n
         for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu")
@@ -44,36 +43,6 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     ]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
-    if model.output_z_loss_coeff and model.fuses_output_layer_with_loss:
-        yield (
-            f"output_z_loss_coeff={model.output_z_loss_coeff:g} cannot be used with cross_entropy_fusion_impl=linear, "
-            "which does not store the sums of exponentials; use native"
-        )
-    if model.add_output_layer_bias and model.fuses_output_layer_with_loss:
-        yield (
-            "add_output_layer_bias=True cannot be used with cross_entropy_fusion_impl=linear, which has no biases; use "
-            "native"
-        )
-    if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
-        yield (
-            f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "
-            "cross_entropy_fusion_impl=linear; use native"
-        )
-
-
-def _flex_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that FlexAttention excludes."""
-    model = config.model
-    if model.attention_backend != "flex":
-        return
-    excluded = {
-        f"attention_dropout={model.attention_dropout}": (model.attention_dropout, "it has none; use 0"),
-        "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
-        f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
-    }
-    for setting, (is_given, reason) in excluded.items():
-        if is_given:
-            yield f"{setting} cannot be used with attention_backend=flex: {reason}, or use --attention-backend auto"
 
 
 def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
@@ -126,26 +95,10 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[str]:
-    """Rotary channels, the table of learned positions, and linear biases."""
+    """Rotary channels, and the table of learned positions."""
     model, seq_length = config.model, config.data.seq_length
-    if model.position_embedding_type == "alibi":
-        excluded = {
-            "multi_latent_attention": config.optional("multi_latent_attention"),
-            "attn_logit_softcapping": model.attn_logit_softcapping,
-            "layout_invariant": config.parallel.layout_invariant,
-        }
-        for name, value in excluded.items():
-            if value:
-                yield (
-                    f"position_embedding_type=alibi cannot be used with {name}={value}; remove it, or use "
-                    "--position-embedding-type rope"
-                )
-        if config.data.reset_position_ids and not config.data.reset_attention_mask:
-            yield (
-                "position_embedding_type=alibi cannot be used with reset_position_ids=True alone: keys of earlier "
-                "documents would have higher positions than the query; add --reset-attention-mask, or remove "
-                "--reset-position-ids"
-            )
+    if model.position_embedding_type == "alibi" and not model.bias_channels:
+        yield "position_embedding_type=alibi needs the feature positions, which this package lacks; use rope"
     skip = model.no_rope_freq
     if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
         yield (
@@ -160,38 +113,8 @@ def _position_problems(config: RunConfig, attention: AttentionKind) -> Iterator[
                 f"rotary_percent={model.rotary_percent} of the {head} channels in a head gives "
                 f"{rotating} rotating channels, which must be even and 2 or more; change rotary_percent, {settings}"
             )
-        elif rotating == 2 and model.use_rope_scaling and model.rope_scaling_type in ("ntk", "dynamic"):
-            yield f"rope_scaling_type={model.rope_scaling_type} needs 4 or more rotating channels in a head, not 2"
-        elif model.has_longrope:
-            yield from _longrope_problems(model, rotating // 2)
-    needs_original = model.use_rope_scaling and model.rope_scaling_type in ("yarn", "longrope", "dynamic")
-    if needs_original and model.original_max_position_embeddings is None:
-        yield (
-            f"rope_scaling_type={model.rope_scaling_type} needs original_max_position_embeddings, the positions that "
-            "the model was trained on; add --original-max-position-embeddings N"
-        )
-    if model.use_rope_scaling and model.yarn_beta_fast <= model.yarn_beta_slow:
-        yield (
-            f"yarn_beta_fast={model.yarn_beta_fast} must be more than yarn_beta_slow={model.yarn_beta_slow}; "
-            "the defaults are 32 and 1"
-        )
     if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
         yield (
             f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "
             f"give {seq_length} or more, or remove the setting"
         )
-
-
-def _longrope_problems(model: ModelConfig, pairs: int) -> Iterator[str]:
-    """Factors of LongRoPE: one for each of the ``pairs`` rotary frequencies of a head."""
-    for name in ("longrope_short_factor", "longrope_long_factor"):
-        factors, flag = getattr(model, name), f"--{name.replace('_', '-')}"
-        if len(factors) != pairs:
-            yield (
-                f"{name} has {len(factors)} numbers; rope_scaling_type=longrope needs one for each of the {pairs} "
-                f"rotary frequencies of a head; give {flag} and {pairs} numbers"
-            )
-        if wrong := [factor for factor in factors if not 0 < factor <= 3e38]:
-            yield f"{name} has {wrong[0]}, which is out of range; each must be a number > 0 and <= 3e+38"
-    if model.original_max_position_embeddings == 1:
-        yield "original_max_position_embeddings=1 is too few for rope_scaling_type=longrope; give 2 or more"

@@ -61,9 +61,8 @@ class RunConfig:
 
     @property
     def longest_text(self) -> int:
-        """Positions to which rotary frequencies are scaled: with longrope those of a training sequence, else
-        ``max_positions``."""
-        return self.data.seq_length if self.model.has_longrope else self.max_positions
+        """Positions to which rotary frequencies are scaled: those of a training sequence, or ``max_positions``."""
+        return self.data.seq_length if self.model.longest_text_scales_rotary else self.max_positions
 
     @property
     def residual_dtype(self) -> str:

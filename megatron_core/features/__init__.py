@@ -15,6 +15,7 @@ from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.flex_attention import FLEX_ATTENTION
 from megatron_core.features.fp8 import FP8
 from megatron_core.features.hyper_connections import HYPER_CONNECTIONS
 from megatron_core.features.lamb import LAMB
@@ -33,8 +34,10 @@ from megatron_core.features.mup import MUP
 from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
+from megatron_core.features.output_losses import OUTPUT_LOSSES
 from megatron_core.features.paired_passes import PAIRED_PASSES
 from megatron_core.features.pipeline_schedules import PIPELINE_SCHEDULES
+from megatron_core.features.positions import POSITIONS
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.presets import MODEL_PRESETS
 from megatron_core.features.qk_clip import QK_CLIP
@@ -59,6 +62,7 @@ FEATURES = (
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
+    FLEX_ATTENTION,
     FP8,
     HYPER_CONNECTIONS,
     SGD_AND_LION,
@@ -80,6 +84,7 @@ FEATURES = (
     OFFLOAD,
     PAIRED_PASSES,
     PIPELINE_SCHEDULES,
+    POSITIONS,
     PREFERENCES,
     MODEL_PRESETS,
     QK_CLIP,
@@ -89,6 +94,7 @@ FEATURES = (
     SPARSE_ATTENTION,
     STAGE_LAYOUTS,
     VALUE_HEAD,
+    OUTPUT_LOSSES,
     *cpu_ranks.FEATURES,
     *data_parts.FEATURES,
     *hub.FEATURES,
@@ -98,4 +104,5 @@ FEATURES = (
     *vocabularies.FEATURES,
 )
 """In the order in which their sections are shown, their parts of a run are called, and their methods of a section are
-called, and optimizers are listed: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses."""
+called, and optimizers are listed: ``RECURRENT`` replaces the layers that ``EXPERTS`` chooses, ``VALUE_HEAD`` the head
+of ``OUTPUT_LOSSES``."""

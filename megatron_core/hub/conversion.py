@@ -348,7 +348,7 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
         inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
         hidden = []
         for prompt, x in zip(prompts, inputs, strict=True):
-            if config.model.has_longrope:  # transformers chooses the factors by the length of each text
+            if config.model.longest_text_scales_rotary:  # transformers chooses the factors by the length of each text
                 stage.max_sequence_length = prompt.shape[1]
             if config.optional("value_head"):
                 # A value of each token: there are no logits.

@@ -77,8 +77,8 @@ def without_arguments(model: ModelConfig) -> list[str]:
         differing.append(f"hybrid_layer_pattern={letters} with experimental_attention_variant=dsa")
     if model.position_embedding_type == "alibi":
         differing.append("position_embedding_type=alibi")
-    if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
-        differing.append(f"rope_scaling_type={model.rope_scaling_type}")
+    if settings.get("use_rope_scaling") and settings["rope_scaling_type"] not in ("llama3", "yarn"):
+        differing.append(f"rope_scaling_type={settings['rope_scaling_type']}")
     if settings.get("num_experts") and settings["moe_router_score_function"] == "sparsemixer":
         differing.append("moe_router_score_function=sparsemixer")
     pattern = settings.get("linear_attention_freq") or (1,)

@@ -17,6 +17,7 @@ from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.features.equal_bits.rules import invariance_problems
+from megatron_core.features.experts.replay import RouterReplay
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.inference.sampling import Losses
@@ -33,7 +34,7 @@ from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.transformer.context import ForwardState, RouterReplay
+from megatron_core.transformer.context import ForwardState
 
 Message = tuple[Tensor, MessageHandle]
 """A message under way; its tensor must neither change nor be freed."""
@@ -91,7 +92,7 @@ class Generator:
 
     def scale_to(self, longest: int | None) -> None:
         """Choose the factors of LongRoPE for texts up to ``longest`` tokens; None: the model's positions."""
-        if self.config.model.has_longrope:
+        if self.config.model.longest_text_scales_rotary:
             for model in self.stages.values():
                 model.max_sequence_length = self.config.max_positions if longest is None else longest
 

@@ -49,7 +49,7 @@ class KVCache:
         return sum(memory.nbytes for layer in layers for memory in layer)
 
     def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
-        """See ``KeyValueStore.attend``."""
+        """Store keys and values ``[tokens, heads, d]`` of the step's tokens; return the layer's attention."""
         keys, values = self.write(layer.layer_number, key, value)
         cached = self.step.cached
         outputs = []
@@ -61,12 +61,12 @@ class KVCache:
         return torch.cat(outputs)
 
     def attend_cached(self, core: Any, query: Tensor, keys: Tensor, values: Tensor, *sinks: Tensor) -> Tensor:
-        """See ``KeyValueStore.attend_cached``."""
+        """Attention of the tokens with earlier positions, ``[tokens, heads, d]``, over the memory of a layer."""
         attend: Callable[..., Tensor] = getattr(core, "attend_cached", partial(attend_cached, core))
         return attend(query, keys, values, self.step, *sinks)
 
     def attend_fresh(self, core: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
-        """See ``KeyValueStore.attend_fresh``."""
+        """Attention of the tokens of new texts, ``[tokens, heads, d]``, over these tokens."""
         attend: Callable[..., Tensor] = getattr(core, "attend_fresh", partial(attend_fresh, core))
         return attend(query, key, value, self.step, *sinks)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_core.features.experts.layer import routed_rows
+from megatron_core.features.experts.replay import RouterReplay
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.inference.generator import Generator
 from megatron_core.inference.scheduler import Segment
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.transformer.context import RouterReplay
 
 
 class ExpertRecorder:

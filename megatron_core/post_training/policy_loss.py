@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.experts.replay import RouterReplay
+from megatron_core.features.output_losses.chunked_loss import linear_cross_entropy
 from megatron_core.models.gpt.model import LogitLoss
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.post_training.entropy import TemperedLoss, vocab_parallel_entropy
 from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.token_batch import TokenBatch
-from megatron_core.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.training.objective import LossReport, Objective, StepLoss
 from megatron_core.training.setup import Run
-from megatron_core.transformer.context import RouterReplay
 
 
 class Scores:

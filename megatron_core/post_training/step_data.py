@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_core.config import RunConfig
 from megatron_core.features.experts.layer import routed_rows
+from megatron_core.features.experts.replay import RouterReplay
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
@@ -22,7 +23,6 @@ from megatron_core.post_training.objectives import TokenObjective
 from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, batch_of, check_experts
 from megatron_core.training.setup import Run
-from megatron_core.transformer.context import RouterReplay
 
 
 def score_dtype(config: RunConfig) -> torch.dtype:

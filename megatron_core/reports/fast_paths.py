@@ -11,11 +11,11 @@ import torch
 from torch.torch_version import TorchVersion
 
 from megatron_core.config import RunConfig
+from megatron_core.features.flex_attention.kernels import varlen_operator
 from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import missing
 from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.ops import native
-from megatron_core.transformer.flex_attention import varlen_operator
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.launcher import read_integer
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.transformer.flex_attention import flex_obstacle, takes_variable_lengths
 
 WITHIN = 450e9
 """Bytes per second and direction of a GPU to others of its node (NVLink 4)."""
@@ -60,6 +59,9 @@ def chosen_kernel(config: RunConfig, device: torch.device) -> str | None:
     blocks = "the formula in blocks of queries"
     if model.attention_dropout:
         return f"{blocks}, because of attention_dropout"
+    # Loaded only by runs on GPUs.
+    from megatron_core.features.flex_attention.kernels import flex_obstacle, takes_variable_lengths
+
     flex = blocks if flex_obstacle(device) is not None else "FlexAttention"
     if model.attn_logit_softcapping is not None or model.attention_backend == "flex":
         return flex

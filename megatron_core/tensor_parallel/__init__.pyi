@@ -1,4 +1,3 @@
-from .chunked_loss import linear_cross_entropy as linear_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .dropout import KeyedDropout as KeyedDropout
 from .layers import ColumnParallelLinear as ColumnParallelLinear

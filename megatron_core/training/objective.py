@@ -17,7 +17,6 @@ from megatron_core.feature import load_hook, used_features
 from megatron_core.models.gpt.model import LogitLoss
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import MicroBatch
-from megatron_core.transformer.context import RouterReplay
 
 
 class LossReport(Protocol):
@@ -38,7 +37,7 @@ class StepLoss:
     """(number of a micro-batch, losses of its tokens ``[b, n]``) -> the sum of its losses, which is minimised."""
     logit_losses: Mapping[int, LogitLoss] = field(default_factory=dict)
     """Loss of the logits by micro-batch, instead of cross entropy."""
-    router_replays: Mapping[int, RouterReplay] = field(default_factory=dict)
+    router_replays: Mapping[int, Any] = field(default_factory=dict)
     """The experts of the tokens by micro-batch, instead of the choices of the routers."""
 
 

@@ -8,7 +8,6 @@ from megatron_core.config import RunConfig
 from megatron_core.feature import load_hook, used_features
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import poison
-from megatron_core.transformer.flex_attention import validate_flex
 
 
 def use_deterministic_kernels() -> None:
@@ -31,7 +30,6 @@ def set_process_switches(config: RunConfig) -> None:
 def check_kernels(config: RunConfig, device: torch.device) -> None:
     """ConfigError unless the configured kernels are available, also those of features."""
     validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
-    validate_flex(config.model.attention_backend, device)
     for hook in (feature.check_device for feature in used_features(config)):
         if hook is not None:
             load_hook(hook)(config, device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from megatron_core.training.parts import Attempt
 from megatron_core.training.plans import StepSize
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
-from megatron_core.transformer.context import ForwardState, RouterReplay
+from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import mtp_loss_names
 
 
@@ -267,7 +268,7 @@ def model_step(
     auxiliary: AuxiliaryLosses | None,
     *,
     logit_losses: Mapping[int, LogitLoss] = MappingProxyType({}),
-    router_replays: Mapping[int, RouterReplay] = MappingProxyType({}),
+    router_replays: Mapping[int, Any] = MappingProxyType({}),
     before_output_layer: bool = False,
 ) -> ModelStep:
     """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``.

@@ -1,7 +1,9 @@
 """Transformer layers, sharded over tensor-parallel ranks. They do not depend on pipelines or training.
 
-Parts that only some models have are imported on first use; ``__init__.pyi`` lists all names.
+``__init__.pyi`` lists all names.
 """
+
+from typing import TYPE_CHECKING
 
 import lazy_loader
 
@@ -13,3 +15,8 @@ from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.norm import Norm
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+if not TYPE_CHECKING:
+    from megatron_core.moved import old_names_of
+
+    __getattr__ = old_names_of(__name__, __getattr__)

@@ -8,5 +8,3 @@ from .layer_spec import layer_spec as layer_spec
 from .layer_spec import register_attention as register_attention
 from .mlp import MLP as MLP
 from .norm import Norm as Norm
-from .z_loss import cross_entropy_and_log_z as cross_entropy_and_log_z
-from .z_loss import with_z_loss as with_z_loss

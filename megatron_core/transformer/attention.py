@@ -7,12 +7,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron_core.config.attention import BIAS_CHANNELS
+from megatron_core.feature import load_hook
 from megatron_core.ops.rotary import rope
 from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.linear_bias import bias_slopes, with_bias_channels
 from megatron_core.transformer.recompute import recomputed
 
 
@@ -91,21 +90,15 @@ class SelfAttention(nn.Module):
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.has_rotary = config.has_rotary(layer_number)
-        self.has_temperature = self.has_rotary == config.query_temperature_of_rotary
         self.norms_rotated = config.qk_layernorm_after_rotary
         self.has_chunks = config.chunk_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
-        # Kernels divide by the root of all channels; any other scale is applied to the queries, which works with every
-        # kernel. Linear biases have further channels.
-        scale = config.attention_scale
-        channels = d
-        if config.position_embedding_type == "alibi":
-            scale = d**-0.5 if scale is None else scale
-            channels = d + BIAS_CHANNELS
-        first = context.tp_group.rank() * self.heads
-        self.heads_of_rank = range(first, first + self.heads)
-        self.all_heads = config.num_attention_heads
-        self.query_factor = None if scale is None else scale * math.sqrt(channels)
+        self.steps = [load_hook(step)(context, layer_number) for step in config.attention_steps]
+        # Kernels divide by the root of all channels, also of those that a step appends; any other scale is applied to
+        # the queries, which works with every kernel.
+        self.bias_channels = config.bias_channels
+        scale = d**-0.5 if self.bias_channels and config.attention_scale is None else config.attention_scale
+        self.query_factor = None if scale is None else scale * math.sqrt(d + self.bias_channels)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
@@ -120,7 +113,7 @@ class SelfAttention(nn.Module):
         if self.has_head_norms and not self.norms_rotated:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
-        copies = context.bias_channels is not None
+        copies = self.bias_channels > 0
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
         if rotary is not None and self.has_rotary:
             cos, sin = rotary
@@ -132,12 +125,9 @@ class SelfAttention(nn.Module):
             key = self.k_layernorm(key)
         if self.query_factor is not None:
             query = query * self.query_factor
-        if context.query_scale is not None and self.has_temperature:
-            query = (query * context.query_scale[..., None, None, None]).to(query.dtype)
         query = query.flatten(2, 3)
-        if context.bias_channels is not None:
-            slopes = bias_slopes(self.heads_of_rank, self.all_heads, query)
-            query, key = with_bias_channels(query, key, context.bias_channels, slopes)
+        for step, of_positions in zip(self.steps, context.for_steps, strict=True):
+            query, key = step(query, key, of_positions)
         if copies and self.training and not self.keeps_projection:
             value = value.clone()  # a view would keep the projection's queries and keys alive
         if self.has_chunks:

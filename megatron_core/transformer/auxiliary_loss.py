@@ -48,9 +48,9 @@ class AuxiliaryLosses:
 
     A layer recomputed in backward stores the same value again.
     """
-    _loads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Loads of the experts, by layer and micro-batch."""
-    _counts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    loads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Loads of the experts, rows of ``expert_load``, by layer and micro-batch."""
+    counts_by_micro_batch: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Arguments of ``counts_so_far``, by layer and micro-batch."""
 
     def of_micro_batch(self, micro: int) -> MicroBatchAuxiliaryLosses:
@@ -100,18 +100,9 @@ class AuxiliaryLosses:
         """
         layers, numbers = self.counting_layers
         total = torch.zeros(len(layers), numbers, dtype=torch.float64, device=device)
-        for (layer_number, _), load in self._loads.items():
+        for (layer_number, _), load in self.loads.items():
             total[layers.index(layer_number)] += load
         return total
-
-    def store_load(self, layer_number: int, micro: int, load: Tensor) -> None:
-        """Store the load of a layer by one micro-batch on this rank, a row ``[num_experts + 1]`` of ``expert_load``."""
-        self._loads[layer_number, micro] = load
-
-    def counts_so_far(self, layer_number: int, micro: int, counts: Tensor) -> Tensor:
-        """Return ``counts`` plus the counts passed for the micro-batches before ``micro``."""
-        self._counts[layer_number, micro] = counts
-        return torch.stack([self._counts[layer_number, m] for m in range(micro + 1)]).sum(0)
 
     def store(
         self, name: str, layer_number: int, micro: int, value: Tensor, denominator: Tensor | int, *, partial: bool
@@ -150,12 +141,14 @@ class MicroBatchAuxiliaryLosses:
         return _AttachGradient.apply(hidden, value, coefficient * self.step.loss_scale / denominator)
 
     def add_load(self, layer_number: int, load: Tensor) -> None:
-        """See ``AuxiliaryLosses.store_load``."""
-        self.step.store_load(layer_number, self.micro, load)
+        """Store the load of a layer by this micro-batch on this rank, a row of ``AuxiliaryLosses.expert_load``."""
+        self.step.loads[layer_number, self.micro] = load
 
     def counts_so_far(self, layer_number: int, counts: Tensor) -> Tensor:
-        """See ``AuxiliaryLosses.counts_so_far``."""
-        return self.step.counts_so_far(layer_number, self.micro, counts)
+        """Return ``counts`` plus the counts passed for earlier micro-batches."""
+        stored = self.step.counts_by_micro_batch
+        stored[layer_number, self.micro] = counts
+        return torch.stack([stored[layer_number, micro] for micro in range(self.micro + 1)]).sum(0)
 
 
 class _AttachGradient(torch.autograd.Function):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,34 +110,17 @@ class LayerContext:
         return KeyedDropout(p, self.seed, name, self.config.kernel_backend)
 
 
-class KeyValueStore(Protocol):
-    """Keys and values, and states, of the texts of a step, for generation (``inference.kv_cache``)."""
+class AttentionStep:
+    """A change of the scaled queries and of the keys of a layer, constructed with its context and its number."""
 
-    step: Any
-    """The tokens of the current step."""
+    @staticmethod
+    def of_positions(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor for all layers of a forward, from positions ``[b, s]`` and the dtype of the weights."""
+        raise NotImplementedError
 
-    def attend(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
-        """Store keys and values ``[tokens, heads, d]`` of the step's tokens; return the layer's attention."""
-        ...
-
-    def attend_cached(self, core: Any, query: Tensor, keys: Tensor, values: Tensor, *sinks: Tensor) -> Tensor:
-        """Attention of the tokens with earlier positions, ``[tokens, heads, d]``, over the memory of a layer."""
-        ...
-
-    def attend_fresh(self, core: Any, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
-        """Attention of the tokens of new texts, ``[tokens, heads, d]``, over these tokens."""
-        ...
-
-    def write(self, layer: int, *values: Tensor) -> tuple[Tensor, ...]:
-        """Store ``values``, each ``[tokens, heads, channels]``, of the step's tokens.
-
-        Returns the memory of the layer for each, ``[blocks, positions of a block, heads, channels]``.
-        """
-        ...
-
-    def states(self, layer: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> tuple[Tensor, ...]:
-        """Return the memory of a layer's states, ``[texts, ...]`` for each of the given shapes."""
-        ...
+    def __call__(self, query: Tensor, key: Tensor, of_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new queries ``[s, b, heads, d]`` and keys ``[s, b, groups, d]`` of this rank's heads."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -229,45 +212,15 @@ def chunk_lengths(lengths: Iterable[int], size: int) -> tuple[int, ...]:
     return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))
 
 
-class RouterReplay:
-    """Record the experts chosen by all routers of this rank in a forward pass, or replay recorded ones.
-
-    It serves to train a policy on samples that another engine has generated.
-    Only the indices of the experts are stored. The replaying router computes the probabilities itself, so it is trained
-    as usual. ``recorded`` is the ``choices`` of another pass; without it, this pass is recorded. A layer recomputed in
-    backward gets the same experts.
-    """
-
-    def __init__(self, recorded: Mapping[int, Tensor] | None = None) -> None:
-        self._recorded = recorded
-        self.choices: dict[int, Tensor] = {}
-        """Per layer, int64 ``[n, b, k]``: the experts of the tokens routed by this rank, ordered by position."""
-
-    def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
-        """Return the experts that the layer must use, ``[n, b, k]``; ``chosen``: the choice of its router."""
-        # A wrong shape is another batch or layout: choices would be those of other tokens.
-        if self._recorded is not None:
-            recorded = self._recorded.get(layer_number)
-            if recorded is None or recorded.shape != chosen.shape:
-                have = "nothing" if recorded is None else f"choices of the shape {list(recorded.shape)}"
-                raise LayoutError(
-                    f"router replay: layer {layer_number} chooses {list(chosen.shape)} experts (positions, sequences, "
-                    f"experts of a token), and {have} was recorded for it; replay the same tokens in the same layout"
-                )
-            chosen = recorded
-        # Also when replaying, so that a recomputed layer, and a caller who compares, find the choices.
-        self.choices[layer_number] = chosen
-        return chosen
-
-
 @dataclass(frozen=True)
 class ForwardState:
     """Objects that the layers read and write in a forward."""
 
-    cache: KeyValueStore | None = None
-    """Cache of keys and values of earlier positions, in generation."""
-    router_replay: RouterReplay | None = None
-    """Recorder, or replay, of the experts chosen by routers."""
+    cache: Any = None
+    """Cache of keys and values of earlier positions, in generation: ``inference.kv_cache.KVCache``; None: no cache."""
+    router_replay: Any = None
+    """Recorder, or replay, of the experts chosen by routers: ``features.experts.replay.RouterReplay``; None: no replay.
+    """
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
     """Collector of the losses added by layers; None: outside of a training step."""
     once: dict[str, int] = field(default_factory=dict, compare=False)
@@ -288,10 +241,8 @@ class SequenceContext(ForwardState):
     """The documents of each sequence; no attention between documents. None: each sequence is one document."""
     chunks: PackedDocuments | None = None
     """The chunks of each sequence, for layers that attend within chunks; None: each document is one chunk."""
-    query_scale: Tensor | None = None
-    """Factor on the queries of layers without rotary positions, ``[s, b]`` or ``[s, 1]``; None: 1."""
-    bias_channels: Tensor | None = None
-    """Channels ``[s, b, c]`` or ``[s, 1, c]`` of keys for linear biases of scores; None: no biases."""
+    for_steps: tuple[Tensor, ...] = ()
+    """A tensor for each of ``ModelConfig.attention_steps``, ``AttentionStep.of_positions``."""
     sample_index: Tensor | None = None
     """``[b]``, the global number of each sequence; dropout depends on it."""
     positions: Tensor | None = None

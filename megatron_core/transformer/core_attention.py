@@ -14,16 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.errors import ConfigError
+from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.flex_attention import (
-    flex_attention,
-    takes_variable_lengths,
-    unsupported_reason,
-    variable_length_attention,
-)
+from megatron_core.transformer.context import LayerContext, SequenceContext
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, TokenSpan], Tensor]
 """Function of queries, keys and values at a ``TokenSpan`` that returns the attention output ``[b, heads, s, d]``."""
 
 
+FUSED = "fused_attention"
+"""Name in ``Feature.layers`` of a function of a ``CoreAttention``, queries, keys, values and documents on a GPU that
+returns their attention, or None for calls that its kernels do not compute or slow down."""
+
+
 class CoreAttention(nn.Module):
     """Attention of queries ``[s, b, heads, d]`` over keys ``[t, b, groups, d]`` and values ``[t, b, groups, e]``.
 
@@ -49,11 +49,10 @@ class CoreAttention(nn.Module):
     """
 
     # The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
-    # takes half of its time; for packed documents on a GPU torch's variable-length flash attention. FlexAttention
-    # computes windows, bounded scores (``attn_logit_softcapping``) and other documents on a GPU. Elsewhere, for bounded
-    # scores and for attention dropout, whose mask must depend on the global head index and not on a generator, the
-    # formula is evaluated for blocks of queries over the keys that they can see. The reference,
-    # ``attention_backend='unfused'``, evaluates it for all queries and keys.
+    # takes half of its time; on a GPU a feature's kernels for windows, bounded scores (``attn_logit_softcapping``) and
+    # packed documents. Elsewhere, for bounded scores and for attention dropout, whose mask must depend on the global
+    # head index and not on a generator, the formula is evaluated for blocks of queries over the keys that they can see.
+    # The reference, ``attention_backend='unfused'``, evaluates it for all queries and keys.
 
     def __init__(
         self,
@@ -70,6 +69,10 @@ class CoreAttention(nn.Module):
         self.by_formula = self.unfused or self.softcap is not None
         self.flex: Literal["auto", "always", "never"] = "always" if config.attention_backend == "flex" else "auto"
         """When FlexAttention is used: for the calls that it speeds up, for all, or never (in graphs)."""
+        hook = layer_hooks().get(FUSED) if torch.cuda.is_available() or self.flex == "always" else None
+        self.kernel: Callable[..., Tensor | None] | None = None if hook is None else load_hook(hook)
+        if self.flex == "always" and self.kernel is None:
+            raise ConfigError("attention_backend=flex: this package lacks the feature; use attention_backend=auto")
         self.backend = config.kernel_backend
         self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
         divisions = context.tp_group.size() * heads_over.size()
@@ -87,7 +90,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Compute attention; a mask in ``context`` replaces the causal mask, but not the window."""
         documents = context.documents
-        # FlexAttention computes neither, but bounds scores itself.
+        # Kernels compute neither, but may bound scores themselves.
         needs_weights = self.dropout.active or sinks is not None
         by_formula = self.by_formula or needs_weights
         plain = documents is None and context.attention_mask is None and not by_formula
@@ -97,10 +100,13 @@ class CoreAttention(nn.Module):
             return causal_attention(query, key, value)
         # ``[b, heads, s, d]``: views, because kernels take strides.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if self.unfused or (by_formula and context.attention_mask is not None):
+        fused = None
+        if self.kernel is not None and context.attention_mask is None and not (self.unfused or needs_weights):
+            fused = self.kernel(self, query, key, value, documents)
+        if fused is not None:
+            out = fused
+        elif self.unfused or (by_formula and context.attention_mask is not None):
             out = self.by_reference(query, key, value, context, sinks=sinks)
-        elif context.attention_mask is None and not needs_weights and self._is_flex(query, key, value, documents):
-            out = flex_attention(query, key, value, window=self.window, softcap=self.softcap, documents=documents)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)
         else:
@@ -108,24 +114,9 @@ class CoreAttention(nn.Module):
             attend = partial(self._by_blocks, context=context, sinks=sinks) if by_formula else causal
             if documents is None:
                 out = attend(query, key, value, TokenSpan())
-            elif not by_formula and takes_variable_lengths(query, key, value):
-                out = variable_length_attention(query, key, value, documents, self.window)
             else:
                 out = attention_by_documents(query, key, value, documents.lengths, attend)
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _is_flex(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None) -> bool:
-        """Whether FlexAttention computes this call; ConfigError if it is requested and does not support it."""
-        has_window = self.window is not None and self.window < len(query[0, 0])
-        # Plain causal attention is faster in torch's flash kernel.
-        serves = self.softcap is not None or (has_window if documents is None else True)
-        if self.flex == "never" or (self.flex == "auto" and not serves) or torch.compiler.is_compiling():
-            return False
-        reason = unsupported_reason(query, key, value)
-        if self.flex == "always" and reason is not None:
-            raise ConfigError(f"attention_backend=flex: {reason}; use attention_backend=auto")
-        is_varlen = documents is not None and not self.by_formula and takes_variable_lengths(query, key, value)
-        return reason is None and (self.flex == "always" or not is_varlen)
 
     def by_reference(
         self,

@@ -133,17 +133,13 @@ def _loss_names(layer: Callable[..., nn.Module], config: ModelConfig) -> tuple[s
     return names
 
 
-OUTPUT_Z_LOSS = "output_z_loss"
-
-
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
     count = config.num_layers + config.added_layers
     # Of all layers and not of a stage's: the values are summed over the pipeline in one tensor, with one order of
     # names.
     of_layers = {name for i in range(count) for name in layer_specs(config, i).auxiliary_losses}
-    of_output = (OUTPUT_Z_LOSS,) if config.output_z_loss_coeff else ()
-    return (*sorted(of_layers), *mtp_loss_names(config), *of_output)
+    return (*sorted(of_layers), *mtp_loss_names(config), *config.head_loss_names)
 
 
 def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:

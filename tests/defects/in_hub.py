@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.defects.defect import Defect
-from tests.defects.patch import argument, attribute, call, expression, returned, without_statement
+from tests.defects.patch import argument, assigned, attribute, call, expression, returned, without_statement
 
 IN_HUB = (
     Defect(
         "the temperature of queries counts the positions of a rank",
-        "transformer.rotary:query_temperature",
+        "features.positions.temperature:QueryTemperature.of_positions",
         expression(
             "position_ids.t() + first",
             "torch.arange(1, position_ids.shape[1] + 1, device=position_ids.device)[:, None]",
@@ -18,12 +18,8 @@ IN_HUB = (
     ),
     Defect(
         "layers with rotary positions have no temperature after a split of the sequence",
-        "transformer.attention:SelfAttention.attend",
-        expression(
-            "context.query_scale is not None and self.has_temperature",
-            "context.query_scale is not None and self.has_temperature and (not hasattr("
-            "self.core_attention, 'exchange'))",
-        ),
+        "features.positions.temperature:QueryTemperature.__init__",
+        assigned("self.is_active", "OLD and context.cp.whole.size() == 1"),
         "ministral 3, cp2",
         culprit="output of decoder.layers.0.self_attention",
     ),
@@ -44,14 +40,14 @@ IN_HUB = (
     ),
     Defect(
         "every tensor-parallel rank has the slopes of the first heads",
-        "transformer.attention:SelfAttention.__init__",
-        call("range", "range(self.heads)"),
+        "features.positions.linear_bias:LinearBias.__init__",
+        call("range", "range(heads)"),
         "bloom, tp2 sp",
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "linear biases count the positions of a rank",
-        "transformer.linear_bias:key_channels",
+        "features.positions.linear_bias:LinearBias.of_positions",
         call("t", "torch.arange(SELF.shape[1], device=SELF.device)[:, None]"),
         "bloom, cp2 p2p",
         culprit="output of decoder.layers.0.self_attention",
@@ -59,7 +55,7 @@ IN_HUB = (
     Defect(
         "the positions of a rank choose the factors of rotary frequencies",
         "models.gpt.model:GPTModel._rotary",
-        argument("scaled_frequencies", 2, "position_ids.shape[1]"),
+        argument("rotary_frequencies", 2, "position_ids.shape[1]"),
         "phi-3 with longrope, cp2",
         culprit="output of decoder.layers.0.self_attention",
     ),

@@ -220,8 +220,8 @@ IN_LAYERS = (
     ),
     Defect(  # C50
         "cross entropy runs over the data-parallel group",
-        "models.gpt.model:VocabularyHead.losses",
-        attribute("tp_group", "current().group('dp')", number=2),
+        "models.gpt.model:VocabularyHead.vocabulary",
+        attribute("tp_group", "current().group('dp')"),
         "tp2",
         "C50",
         culprit="*; the loss is wrong before it or the loss that is reported",

@@ -8,14 +8,14 @@ from tests.defects.patch import argument, attribute, call, constant, expression,
 IN_STABILITY = (
     Defect(
         "the gradient of log Z is missing at the target",
-        "transformer.z_loss:_CrossEntropyAndLogZ.backward",
+        "features.output_losses.z_loss:_CrossEntropyAndLogZ.backward",
         argument("scatter_add_", 2, "0 * OLD"),
         "z-loss, tp2 sp",
         culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(
         "every rank adds the gradient of log Z to its own column of the target",
-        "transformer.z_loss:_CrossEntropyAndLogZ.backward",
+        "features.output_losses.z_loss:_CrossEntropyAndLogZ.backward",
         statement(
             "column = (target - loss.first).where(is_local, 0)",
             "column, is_local = (target - loss.first).clamp(0, loss.valid - 1), target >= 0",
@@ -25,7 +25,7 @@ IN_STABILITY = (
     ),
     Defect(
         "the z-loss ignores the mask",
-        "transformer.z_loss:with_z_loss",
+        "features.output_losses.z_loss:with_z_loss",
         expression("log_z.square() * loss_mask.transpose(0, 1)", "log_z.square()"),
         "z-loss, packed, cp2",
         culprit="gradient of the output of decoder.final_layernorm",

@@ -24,7 +24,7 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import meta_model
 from megatron_core.parallel import ParallelGroups
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.transformer.rotary import plain_frequencies, scaled_frequencies
+from megatron_core.transformer.rotary import plain_frequencies, rotary_frequencies
 from tests.hub.hf_models import MODELS, VOCABULARY, save_model, transformers
 
 SCALED = {"use_rope_scaling": True, "rope_scaling_type": "longrope", "rope_scaling_factor": 32.0}
@@ -102,13 +102,13 @@ def test_early_names_mean_longrope() -> None:
 @pytest.mark.parametrize(("longest", "factors"), [(64, (1.0, 1.5)), (65, (2.0, 40.0))])
 def test_frequencies_and_magnitude_are_those_of_the_formula(longest: int, factors: tuple[float, ...]) -> None:
     config = ModelConfig(**SCALED, **FACTORS, original_max_position_embeddings=64)
-    found, magnitude = scaled_frequencies(config, 4, longest)
+    found, magnitude = rotary_frequencies(config, 4, longest)
     plain = plain_frequencies(4, 10_000.0)
     assert found.tolist() == pytest.approx([p / f for p, f in zip(plain.tolist(), factors, strict=True)], rel=1e-15)
     assert magnitude == pytest.approx(math.sqrt(1 + math.log(32) / math.log(64)), rel=1e-15)
     given = replace(config, longrope_short_mscale=0.7, longrope_long_mscale=0.9)
-    assert scaled_frequencies(given, 4, longest)[1] == (0.7 if longest == 64 else 0.9)
-    assert scaled_frequencies(replace(config, rope_scaling_factor=1.0), 4, longest)[1] == 1.0
+    assert rotary_frequencies(given, 4, longest)[1] == (0.7 if longest == 64 else 0.9)
+    assert rotary_frequencies(replace(config, rope_scaling_factor=1.0), 4, longest)[1] == 1.0
 
 
 def _run(**model: Any) -> RunConfig:

@@ -16,7 +16,7 @@ ROOT = Path(megatron_core.__file__).parent
 PACKAGES: dict[str, tuple[str, ...]] = {
     "ops": ("operator", "native", "backend"),
     "tensor_parallel": (),
-    "transformer": ("flex_attention",),
+    "transformer": (),
     "models": (),
     "pipeline_parallel": (),
     "data_parallel": (),
@@ -41,6 +41,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "datasets": ("header", "paths", "build"),
     "features/experts": ("settings", "rules", "sizes"),
+    "features/output_losses": ("settings",),
+    "features/positions": ("settings",),
     "features/layer_sizes": ("settings", "rules", "sizes", "spellings"),
     "features/context_parallelism": ("settings",),
     "features/latent_attention": ("settings", "kinds"),

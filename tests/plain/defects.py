@@ -106,15 +106,17 @@ DEFECTS: dict[str, CommonDefect] = {
         "transformer.rotary:rotary_table", call("sin", "-OLD"), "adjacent channels rotated"
     ),
     "YaRN's factor not divided": CommonDefect(
-        "transformer.rotary:yarn_magnitude", returned("yarn_mscale(factor, config.mscale)", number=2), "yarn"
+        "features.positions.settings:PositionConfig.yarn_magnitude",
+        returned("self.yarn_mscale(self.mscale)", number=2),
+        "yarn",
     ),
     "YaRN's factor on scores not squared": CommonDefect(
-        "features.latent_attention.attention:query_factor",
-        returned("yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim)", number=2),
+        "features.positions.settings:PositionConfig.rotary_score_factor",
+        returned("self.yarn_mscale(self.mscale_all_dim)", number=1),
         "latent attention without norms, yarn",
     ),
     "slopes of linear biases shifted by a head": CommonDefect(
-        "transformer.linear_bias:bias_slopes", expression("number + 1.0", "number"), "linear biases"
+        "features.positions.linear_bias:bias_slopes", expression("number + 1.0", "number"), "linear biases"
     ),
     "muP without the base model's heads": CommonDefect(
         "features.mup.settings:MuPConfig.attention_scale",
@@ -122,7 +124,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "mup",
     ),
     "z-loss of masked tokens": CommonDefect(
-        "transformer.z_loss:with_z_loss",
+        "features.output_losses.z_loss:with_z_loss",
         expression("log_z.square() * loss_mask.transpose(0, 1)", "log_z.square()"),
         "z-loss",
     ),

@@ -11,8 +11,9 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.experts.replay import RouterReplay
 from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, objectives
-from megatron_core.transformer.context import ForwardState, RouterReplay
+from megatron_core.transformer.context import ForwardState
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.runs import TINY
 

@@ -14,10 +14,10 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.output_losses import chunked_loss
 from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives, policy_loss
 from megatron_core.post_training.hugging_face_weights import in_buckets
-from megatron_core.tensor_parallel import chunked_loss
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from tests.post_training.trl_1_16 import policy_inputs as inputs
 from tests.runs import TINY

@@ -11,8 +11,8 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.features.experts import grouped
+from megatron_core.features.flex_attention import kernels
 from megatron_core.reports.fast_paths import FAST_PATHS, Platform, describe_paths, disabled_paths
-from megatron_core.transformer import flex_attention
 from tests.runs import tiny_run
 from tests.simulated_gpu.runtime import simulated_gpu
 
@@ -81,7 +81,7 @@ def test_the_installed_torch() -> None:
     assert installed.torch == torch.__version__
     off = {line.split(": ")[0] for line in describe_paths(installed) if not line.endswith(": on")}
     assert ("one product for all experts" in off) == (grouped._grouped_mm is None)
-    assert ("variable-length attention of packed documents" in off) == (flex_attention.varlen_operator() is None)
+    assert ("variable-length attention of packed documents" in off) == (kernels.varlen_operator() is None)
     if not torch.cuda.is_available():
         assert "native CUDA kernels" in off
         assert sum("FP8" in name for name in off) >= 2

@@ -2,10 +2,9 @@
 
 A feature is a folder of ``megatron_core/features``.
 
-Two modules look optional and belong to the core. ``transformer.flex_attention`` is a fused path of attention which
-``attention_backend=auto`` chooses on a GPU for windows, bounded scores and packed documents, as the kernels of ``ops``.
-``parallel.compiled`` says which modules run hooks and how collectives appear in a graph: collectives, linear layers and
-data parallelism ask it in every run, because a program may compile its own model.
+One module looks optional and belongs to the core: ``parallel.compiled`` says which modules run hooks and how
+collectives appear in a graph. Collectives, linear layers and data parallelism ask it in every run, because a program
+may compile its own model.
 """
 
 from __future__ import annotations

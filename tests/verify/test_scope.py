@@ -81,7 +81,7 @@ def test_a_fault_of_a_switch_in_every_layout_is_found() -> None:
     """One process with the switch has the same fault, so that a comparison with it finds nothing."""
     config = shrunk(RunConfig.from_flat(MODEL | FUSED), [Layout(tp=2)])
     fault = (
-        "tensor_parallel.chunked_loss:_LinearCrossEntropy.forward",
+        "features.output_losses.chunked_loss:_LinearCrossEntropy.forward",
         "return losses.view",
         "return 1.01 * losses.view",
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,25 +11,21 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.features.latent_attention.settings import LatentAttentionConfig
 from megatron_core.ops.rotary import rope
-from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
+from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
-from megatron_core.transformer.rotary import yarn_mscale
 
 
 def query_factor(config: ModelConfig) -> float:
     """Return the factor on the queries; kernels divide scores by the square root of the number of query channels.
 
-    It is softmax_scale * sqrt(query channels) if ``softmax_scale`` is set, else m(mscale_all_dim)^2 with YaRN, whose
-    rotary table is divided by m (DeepSeek-V2's code), else 1.
+    It is softmax_scale * sqrt(query channels) if ``softmax_scale`` is set, else that of scaled rotary positions.
     """
     if config.softmax_scale is not None:
         latent = config.section(LatentAttentionConfig)
         return config.softmax_scale * math.sqrt(latent.qk_head_dim + latent.qk_pos_emb_head_dim)
-    if config.use_rope_scaling and config.rope_scaling_type == "yarn":
-        return yarn_mscale(config.rope_scaling_factor, config.mscale_all_dim) ** 2
-    return 1.0
+    return config.rotary_score_factor
 
 
 class LatentAttention(nn.Module):
@@ -121,7 +118,7 @@ class LatentAttention(nn.Module):
         return self.linear_proj(attended)
 
     def attend_in_generation(
-        self, cache: KeyValueStore, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
+        self, cache: Any, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
     ) -> Tensor:
         """Store latents and shared keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
         (memory,) = cache.write(self.layer_number, latents)
@@ -134,7 +131,7 @@ class LatentAttention(nn.Module):
             outputs.append(cache.attend_fresh(self.core_attention, query[cached:, 0], key[:, 0], value[:, 0]))
         return torch.cat(outputs)[:, None]
 
-    def _attend_to_latents(self, cache: KeyValueStore, query: Tensor, memory: Tensor) -> Tensor:
+    def _attend_to_latents(self, cache: Any, query: Tensor, memory: Tensor) -> Tensor:
         """Compute the same attention without expanding the cached latents to keys and values.
 
         q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,

@@ -29,11 +29,8 @@ def preference_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
             "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"
         )
-    if config.model.output_z_loss_coeff:
-        yield (
-            f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
-            "have; remove it"
-        )
+    if coefficient := config.optional("output_z_loss_coeff"):
+        yield f"output_z_loss_coeff={coefficient:g} is a mean over tokens, which dpo=True does not have; remove it"
     coefficient = config.optional("dsa_indexer_loss_coeff")
     if config.optional("trains_indexers"):
         yield (f"dsa_indexer_loss_coeff={coefficient:g} adds a mean over tokens, which dpo=True does not have; use 0")

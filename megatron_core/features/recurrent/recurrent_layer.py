@@ -15,7 +15,7 @@ from megatron_core.features.recurrent.states import StateExchange
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, split, split_fused
 from megatron_core.tensor_parallel import ColumnParallelLinear
-from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
+from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.recompute import recomputed
 
 DECAYS = (1.0, 16.0)
@@ -173,7 +173,7 @@ class RecurrentLayer(nn.Module):
             ages = ages[:, context.positions]
         return ages.unflatten(1, (self.exchange.parts, -1)).transpose(0, 1).flatten(0, 1)
 
-    def _mix_with_cache(self, mixed: Tensor, cache: KeyValueStore) -> Tensor:
+    def _mix_with_cache(self, mixed: Tensor, cache: Any) -> Tensor:
         """Update the states of the texts of a step with its tokens ``[tokens, c]``; return ``[tokens, heads * dv]``."""
         step = cache.step
         width = self.conv1d.width - 1

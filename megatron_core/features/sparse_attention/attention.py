@@ -26,7 +26,7 @@ from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import zigzag
-from megatron_core.transformer.context import KeyValueStore, LayerContext, SequenceContext
+from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.down_projection import DownProjection
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.recompute import recomputed
@@ -246,7 +246,7 @@ class SparseLatentAttention(LatentAttention):
         return hidden, query_latent
 
     def attend_in_generation(
-        self, cache: KeyValueStore, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
+        self, cache: Any, query: Tensor, latents: Tensor, context: SequenceContext, *inputs: Tensor
     ) -> Tensor:
         """Store latents and index keys of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
         index = self.core_attention.indexer(*inputs, context)

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.models.gpt.model import AddZLoss, GPTModel, LogitLoss
+from megatron_core.models.gpt.model import GPTModel, LogitLoss
 from megatron_core.ops.rows import wide
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import gather_from_sequence
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.training.parts import AddedWeights
-from megatron_core.transformer.context import LayerContext
+from megatron_core.transformer.context import LayerContext, SequenceContext
 
 SCORE = "output_layer.score"
 """The parameter of the head, ``[1, h]``, in the model."""
@@ -55,8 +55,9 @@ class ValueHead(nn.Module):
         hidden: Tensor,
         target: Tensor,
         weight: nn.Parameter | None,
-        add_z_loss: AddZLoss | None = None,
         logit_loss: LogitLoss | None = None,
+        context: SequenceContext | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """``logit_loss`` of the values, ``[s, b]``; see ``VocabularyHead.losses``."""
         if logit_loss is None:

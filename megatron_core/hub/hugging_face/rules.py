@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.foreign_json import (
     COUNT,
     COUNT_OR_ZERO,
@@ -144,7 +145,7 @@ def _longrope_settings(rope: Settings) -> Settings:
     return factors | dict.fromkeys(LONGROPE_MSCALES.values(), rope.get("attention_factor"))
 
 
-def _longrope_json(config: ModelConfig) -> Settings:
+def _longrope_json(config: PositionConfig) -> Settings:
     """In the form of published models, which early releases require: no key that the others determine."""
     original = config.original_max_position_embeddings
     factor = config.rope_scaling_factor
@@ -161,9 +162,10 @@ def _longrope_json(config: ModelConfig) -> Settings:
 
 def _rope_json(config: ModelConfig) -> Settings:
     """Written as ``rope_theta`` and ``rope_scaling``, which every release of transformers reads."""
-    keys: Settings = {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config)}
-    if config.has_longrope:
-        keys["original_max_position_embeddings"] = config.original_max_position_embeddings
+    settings = config.section(PositionConfig)
+    keys: Settings = {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(settings)}
+    if settings.is_scaled_by("longrope"):
+        keys["original_max_position_embeddings"] = settings.original_max_position_embeddings
     return keys
 
 
@@ -180,11 +182,11 @@ def _partial_rope_json(config: ModelConfig) -> Settings:
     return _rope_json(config) | {"partial_rotary_factor": config.rotary_percent}
 
 
-def _rope_scaling_json(config: ModelConfig) -> Settings | None:
+def _rope_scaling_json(config: PositionConfig) -> Settings | None:
     if not config.use_rope_scaling:
         linear = config.rotary_seq_len_interpolation_factor
         return None if linear is None else {"rope_type": "linear", "factor": linear}
-    if config.has_longrope:
+    if config.is_scaled_by("longrope"):
         return _longrope_json(config)
     scaling: Settings = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
     original = {"original_max_position_embeddings": config.original_max_position_embeddings}

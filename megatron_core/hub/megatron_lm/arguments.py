@@ -17,6 +17,7 @@ from megatron_core.config.values import convert
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON, HeterogeneousConfig, write_blocks
 from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.features.recurrent.settings import AHEAD, RecurrentConfig, read_pattern
 
 OFF: dict[str, tuple[Any, ...]] = {
@@ -281,7 +282,7 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
         "kv_channels": model.head_size,
         "max_position_embeddings": config.max_positions,
         "vocab_size": state["vocab_size"],
-        "rope_type": "yarn" if model.use_rope_scaling and model.rope_scaling_type == "yarn" else "rope",
+        "rope_type": "yarn" if model.section(PositionConfig).is_scaled_by("yarn") else "rope",
         "consumed_train_samples": state["consumed_samples"],
         "skipped_train_samples": 0,
         "consumed_valid_samples": 0,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core import tensor_parallel, transformer
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.feature import layer_hooks, load_hook
@@ -22,17 +21,14 @@ from megatron_core.parallel.micro_batch import SequenceDetails
 from megatron_core.parallel.sharding import amend_spec, spec_of, split
 from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, vocab_parallel_cross_entropy
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
-from megatron_core.transformer.context import ForwardState, LayerContext, PackedDocuments, cut_documents
+from megatron_core.transformer.context import AttentionStep, ForwardState, LayerContext, PackedDocuments, cut_documents
 from megatron_core.transformer.layer_spec import LayerSpecs
-from megatron_core.transformer.linear_bias import key_channels
-from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
+from megatron_core.transformer.rotary import plain_frequencies, rotary_frequencies, rotary_table
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
 LogitLoss = Callable[[Tensor, Tensor], Tensor]
 """Losses ``[s, b]`` of this rank's columns of the logits ``[s, b, v/tp]`` and of labels ``[s, b]``."""
-AddZLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function of losses and log Z that returns the losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,33 +90,23 @@ class VocabularyHead(ColumnParallelLinear):
         hidden: Tensor,
         target: Tensor,
         weight: nn.Parameter | None,
-        add_z_loss: AddZLoss | None = None,
         logit_loss: LogitLoss | None = None,
+        context: SequenceContext | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Input of the head ``[s, b, h]``, targets ``[s, b]`` -> losses ``[s, b]``; ``logit_loss`` replaces cross
-        entropy."""
-        config = self.model_config
-        backend = config.kernel_backend
-        # Complete logits are the largest tensor of many models; chunks of them are enough for cross entropy and its
-        # gradient.
-        in_chunks = getattr(logit_loss, "in_chunks", None)
-        if config.fuses_output_layer_with_loss and (logit_loss is None or in_chunks):
-            weight = self.weight if weight is None else weight
-            assert weight is not None, "an output layer without a weight of its own is tied"
-            if in_chunks is not None:
-                return in_chunks(self._scaled(hidden), weight, target, self.comm)
-            return tensor_parallel.linear_cross_entropy(
-                self._scaled(hidden), weight, target, self.comm, vocab_size=self.vocab_size, backend=backend
-            )
+        entropy. With ``context`` and ``loss_mask`` ``[b, s]`` a head may attach auxiliary losses to the model's own."""
         logits = self.logits(hidden, weight)
         if logit_loss is not None:
             return logit_loss(logits, target)
-        canonical = self.config.arithmetic.parts_on(self.tp_group)
-        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": self.vocab_size}
-        of |= {"backend": backend, "num_parts": canonical}
-        if add_z_loss is not None:
-            return add_z_loss(*transformer.cross_entropy_and_log_z(logits, target, **of))
-        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
+        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **self.vocabulary)
+
+    @property
+    def vocabulary(self) -> dict[str, Any]:
+        """The arguments of a loss of the logits that describe the vocabulary and its split."""
+        group = self.tp_group
+        parts = {"tp_group": group, "num_parts": self.config.arithmetic.parts_on(group)}
+        return {**parts, "vocab_size": self.vocab_size, "backend": self.model_config.kernel_backend}
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
@@ -301,8 +287,7 @@ class GPTModel(nn.Module):
             attention_mask=attention_mask,
             documents=documents,
             chunks=cut_documents(documents, size, *shape, input_ids.device, masked=masked),
-            query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
-            bias_channels=key_channels(self.model_config, position_ids, self.parallel.params_dtype),
+            for_steps=self._for_steps(position_ids),
             sample_index=sequences.sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),
@@ -334,13 +319,10 @@ class GPTModel(nn.Module):
         sequences: SequenceDetails,
         logit_loss: LogitLoss | None,
     ) -> Tensor:
-        """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
-        config = self.model_config
-        add_z_loss = None
+        """Losses ``[s, b]`` with the gradients of auxiliary losses and of multi-token prediction; see ``forward``."""
+        target = labels.transpose(0, 1)
         later = sequences.later
-        if config.output_z_loss_coeff and context.auxiliary_losses is not None:
-            add_z_loss = partial(transformer.with_z_loss, config, sequences.loss_mask, context, self.parallel)
-        losses: Tensor = self.output_layer.losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
+        losses: Tensor = self.output_layer.losses(hidden, target, tied, logit_loss, context, sequences.loss_mask)
         if self.mtp is not None and self.training and later is not None:
             losses_of = partial(self.output_layer.losses, weight=tied)
             losses = self.mtp.add_losses(losses, hidden, labels, later, self._shared_weight(), context, losses_of)
@@ -360,13 +342,18 @@ class GPTModel(nn.Module):
             return None
         # Frequencies are settings, which no forward changes; their few numbers would take several launches each time.
         key = position_ids.device, self.max_sequence_length
-        frequencies, magnitude = self._frequencies.get(key) or scaled_frequencies(
+        frequencies, magnitude = self._frequencies.get(key) or rotary_frequencies(
             self.model_config, self.rotary_channels, self.max_sequence_length, position_ids.device
         )
         # Tensors of a mode, such as fake ones, are of no use after it.
         if not (torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling() or frequencies.is_inference()):
             self._frequencies[key] = frequencies, magnitude
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype), magnitude=magnitude)
+
+    def _for_steps(self, position_ids: Tensor) -> tuple[Tensor, ...]:
+        config = self.model_config
+        steps: list[type[AttentionStep]] = [load_hook(step) for step in config.attention_steps]
+        return tuple(step.of_positions(config, position_ids, self.parallel.params_dtype) for step in steps)
 
     def _rotary_of_windows(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         base = self.model_config.rotary_base_of_windows

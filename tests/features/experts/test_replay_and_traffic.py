@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import LayoutError
+from megatron_core.features.experts.replay import RouterReplay
 from megatron_core.models import GPTModel
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.step import train_step
-from megatron_core.transformer.context import ForwardState, RouterReplay
+from megatron_core.transformer.context import ForwardState
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

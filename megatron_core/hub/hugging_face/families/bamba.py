@@ -1,6 +1,7 @@
 """Bamba: layers of a Mamba-2 mixer or attention, and an MLP, which are two layers each here."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.output_losses.settings import OutputLossConfig
 from megatron_core.features.recurrent.kinds import Mamba2
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.foreign_json import COUNT, COUNTS, NUMBER, WIDTH, KeyType
@@ -70,6 +71,6 @@ POSITIONS = KeyRule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types)
 LAYERS = KeyRule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS})
 Z_LOSS = KeyRule(
     read=lambda hf_config: {"output_z_loss_coeff": float(hf_config["z_loss_coefficient"])},
-    write=lambda config: {"z_loss_coefficient": config.output_z_loss_coeff},
+    write=lambda config: {"z_loss_coefficient": config.section(OutputLossConfig).output_z_loss_coeff},
     types={"z_loss_coefficient": NUMBER},
 )

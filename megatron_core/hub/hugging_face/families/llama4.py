@@ -1,6 +1,7 @@
 """Llama 4 (text): experts on weighted inputs, attention in chunks, layers without positions, norms without weights."""
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.foreign_json import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
 from megatron_core.hub.hugging_face.families.smollm3 import POSITION_TYPES, POSITIONS
 from megatron_core.hub.hugging_face.rules import KeyRule, Settings, refuse
@@ -48,15 +49,16 @@ def _attention(hf_config: Settings) -> Settings:
 
 def _attention_json(config: ModelConfig) -> Settings:
     size = config.attention_chunk_size
+    positions = config.section(PositionConfig)
     layers = range(config.num_layers)
     kinds = ["full_attention" if config.chunk_of_layer(n) is None else "chunked_attention" for n in layers]
     return {
         **POSITIONS.write(config),
         "attention_chunk_size": size,
         "layer_types": kinds,
-        "attn_temperature_tuning": bool(config.query_temperature_scale),
-        "attn_scale": config.query_temperature_scale or 0.1,
-        "floor_scale": config.query_temperature_floor,
+        "attn_temperature_tuning": bool(positions.query_temperature_scale),
+        "attn_scale": positions.query_temperature_scale or 0.1,
+        "floor_scale": positions.query_temperature_floor,
         "use_qk_norm": config.qk_l2_norm,
     }
 

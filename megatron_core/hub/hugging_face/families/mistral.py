@@ -4,6 +4,7 @@ queries with a temperature. Code World Model: Llama with windows."""
 from dataclasses import replace
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.foreign_json import NUMBER
 from megatron_core.hub.hugging_face.rules import (
     ROPE,
@@ -48,9 +49,10 @@ def _temperature(hf_config: Settings) -> Settings:
 
 def _temperature_json(config: ModelConfig) -> Settings:
     keys = ROPE_PARAMETERS.write(config)
-    original = {ORIGINAL: config.query_temperature_floor} if config.query_temperature_scale else {}
+    positions = config.section(PositionConfig)
+    original = {ORIGINAL: positions.query_temperature_floor} if positions.query_temperature_scale else {}
     parameters = {key: value for key, value in keys["rope_parameters"].items() if value is not None}
-    return {**keys, "rope_parameters": original | parameters | {BETA: config.query_temperature_scale}}
+    return {**keys, "rope_parameters": original | parameters | {BETA: positions.query_temperature_scale}}
 
 
 WINDOWS_WITH_SIZE = KeyRule(WINDOWS.read, _windows_json, WINDOWS.types)

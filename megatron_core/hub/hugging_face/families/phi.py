@@ -46,7 +46,7 @@ def _phimoe_positions(hf_config: Settings) -> Settings:
 
 def _phimoe_positions_json(config: ModelConfig) -> Settings:
     keys = ROPE.write(config)
-    if config.has_longrope:
+    if config.longest_text_scales_rotary:
         key = "original_max_position_embeddings"
         scaling = {name: value for name, value in keys["rope_scaling"].items() if name != "attention_factor"}
         scales = {name: getattr(config, setting) for name, setting in LONGROPE_MSCALES.items()}

@@ -16,7 +16,7 @@ from megatron_core.features.latent_attention.settings import LatentAttentionConf
 from megatron_core.ops.rows import wide
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
-from megatron_core.transformer.rotary import rotary_table, scaled_frequencies
+from megatron_core.transformer.rotary import rotary_frequencies, rotary_table
 
 
 class MLASelfAttention(ExportedModule, LatentAttention):
@@ -73,7 +73,7 @@ class MLASelfAttention(ExportedModule, LatentAttention):
         assert passed.positions is not None, "sequence makes them"
         model, positions = self.context.config, passed.positions[None] if position_ids is None else position_ids
         channels = attention_of(model).rotary_channels
-        frequencies, magnitude = scaled_frequencies(model, channels, len(passed.positions), hidden_states.device)
+        frequencies, magnitude = rotary_frequencies(model, channels, len(passed.positions), hidden_states.device)
         table = rotary_table(positions, frequencies, wide(hidden_states.dtype), magnitude=magnitude)
         return super().forward(hidden_states, replace(passed, rotary=table))
 

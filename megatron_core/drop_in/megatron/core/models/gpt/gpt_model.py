@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core.errors import ConfigError
+from megatron_core.features.experts import replay
 from megatron_core.features.experts.layer import moe_loss_names
 from megatron_core.features.offload.activations import offload_activations
 from megatron_core.models.gpt import model
@@ -280,7 +281,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         return sharded(self, prefix)
 
 
-class _Replay(context.RouterReplay):
+class _Replay(replay.RouterReplay):
     """Answers the engine's layers from the ``RouterReplay`` of each, which the caller controls."""
 
     def __init__(self, layers: dict[int, RouterReplay]) -> None:

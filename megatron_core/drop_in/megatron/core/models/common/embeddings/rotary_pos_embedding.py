@@ -5,17 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.positions.frequencies import llama3_frequencies, yarn_frequencies
+from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.transformer.rotary import (
-    llama3_frequencies,
-    plain_frequencies,
-    yarn_frequencies,
-    yarn_magnitude,
-    yarn_mscale,
-)
+from megatron_core.transformer.rotary import plain_frequencies
 
 
 def apply_rotary_pos_emb(
@@ -204,7 +199,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             rotary_base,
             cp_group=cp_group,
         )
-        settings = ModelConfig(
+        settings = PositionConfig(
             use_rope_scaling=True,
             rope_scaling_type="yarn",
             rotary_base=rotary_base,
@@ -216,7 +211,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             mscale=mscale,
             mscale_all_dim=mscale_all_dim,
         )
-        self.frequencies, self.magnitude = yarn_frequencies(self.frequencies, settings), yarn_magnitude(settings)
+        self.frequencies, self.magnitude = yarn_frequencies(self.frequencies, settings), settings.yarn_magnitude
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False) -> tuple[Tensor, float]:  # type: ignore[override]
         """Return (angles ``[s, 1, 1, r]``, factor on cosine and sine); ``packed_seq`` has no effect."""
@@ -224,4 +219,4 @@ class YarnRotaryEmbedding(RotaryEmbedding):
 
 
 def _yarn_get_mscale(scale: float = 1, mscale: float = 1) -> float:
-    return yarn_mscale(scale, mscale)
+    return PositionConfig(rope_scaling_factor=scale).yarn_mscale(mscale)

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.config.model import ModelConfig
+from megatron_core.features.output_losses.settings import Z_LOSS, OutputLossConfig
 from megatron_core.ops import Backend
 from megatron_core.parallel.groups import Group
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
 from megatron_core.transformer.context import SequenceContext
-from megatron_core.transformer.layer_spec import OUTPUT_Z_LOSS
 
 
 def with_z_loss(
-    config: ModelConfig,
+    config: OutputLossConfig,
     loss_mask: Tensor | None,
     context: SequenceContext,
     parallel: ModelParallelConfig,
@@ -32,7 +31,7 @@ def with_z_loss(
     squares = log_z.square() if loss_mask is None else log_z.square() * loss_mask.transpose(0, 1)
     return context.add_auxiliary_loss(
         losses,
-        OUTPUT_Z_LOSS,
+        Z_LOSS,
         parallel.arithmetic.loss_sum(squares),
         layer_number=config.num_layers,
         coefficient=config.output_z_loss_coeff,

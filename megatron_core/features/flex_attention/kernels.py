@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import GRAPHS
 from megatron_core.transformer.context import PackedDocuments
+from megatron_core.transformer.core_attention import CoreAttention
 
 BLOCK = 128
 """Queries and keys of a block; the kernel's own default."""
@@ -37,10 +39,30 @@ def flex_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def validate_flex(backend: str, device: torch.device) -> None:
+def check_flex(config: RunConfig, device: torch.device) -> None:
     """ConfigError if FlexAttention is requested and unavailable on the device."""
-    if backend == "flex" and (reason := flex_obstacle(device)) is not None:
+    if (reason := flex_obstacle(device)) is not None:
         raise ConfigError(f"attention_backend=flex is not available: {reason}; use attention_backend=auto")
+
+
+def fused_attention(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None
+) -> Tensor | None:
+    """Compute the call ``[b, heads, s, d]`` of a core attention; None if neither kernel supports it or speeds it up.
+
+    ConfigError if FlexAttention is requested and does not support it.
+    """
+    has_window = core.window is not None and core.window < query.shape[2]
+    is_varlen = documents is not None and core.softcap is None and takes_variable_lengths(query, key, value)
+    # Plain causal attention is faster in torch's flash kernel.
+    serves = core.softcap is not None or has_window or documents is not None
+    if core.flex == "always" or (core.flex == "auto" and serves and not is_varlen):
+        reason = None if torch.compiler.is_compiling() else unsupported_reason(query, key, value)
+        if core.flex == "always" and reason is not None:
+            raise ConfigError(f"attention_backend=flex: {reason}; use attention_backend=auto")
+        if reason is None and not torch.compiler.is_compiling():
+            return flex_attention(query, key, value, window=core.window, softcap=core.softcap, documents=documents)
+    return variable_length_attention(query, key, value, documents, core.window) if documents and is_varlen else None
 
 
 def unsupported_reason(query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_core.errors import LayoutError
+from megatron_core.features.output_losses.chunked_loss import linear_cross_entropy
 from megatron_core.parallel.groups import Group, LocalGroup
-from megatron_core.tensor_parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.verify.ranks import run_ranks

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
 from megatron_core.config import ModelConfig
+from megatron_core.features.positions.linear_bias import LinearBias, bias_slopes, with_bias_channels
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.attention import SelfAttention
-from megatron_core.transformer.linear_bias import bias_slopes, key_channels, with_bias_channels
 
 ALIBI = ModelConfig(position_embedding_type="alibi")
 
@@ -29,8 +29,7 @@ def test_slopes_are_those_of_bloom(heads: int) -> None:
 
 def _biases(dtype: torch.dtype, positions: Tensor, heads: int) -> Tensor:
     """The scores ``[heads, queries, keys]`` of queries and keys with zeros in all other channels."""
-    channels = key_channels(ALIBI, positions[None], dtype)
-    assert channels is not None
+    channels = LinearBias.of_positions(ALIBI, positions[None], dtype)
     query, key = (torch.zeros(len(positions), 1, count, 8, dtype=dtype) for count in (heads, 1))
     query, key = with_bias_channels(query, key, channels, bias_slopes(range(heads), heads, query))
     return torch.einsum("sbhd,tbgd->hst", query.double(), key.double()) / math.sqrt(query.shape[-1])
@@ -56,7 +55,7 @@ def test_in_16_bits_biases_differ_between_keys_as_in_float64(dtype: torch.dtype,
 
 
 def test_other_positions_have_no_channels() -> None:
-    assert key_channels(ModelConfig(), torch.arange(3)[None], torch.float32) is None
+    assert ModelConfig().attention_steps == () and ModelConfig().bias_channels == 0
 
 
 @pytest.mark.parametrize("softmax_scale", [None, 0.3])
@@ -69,7 +68,9 @@ def test_attention_has_its_scale_and_keeps_no_projection(softmax_scale: float | 
     given: list[Tensor] = []
     attention.core_attention.register_forward_pre_hook(lambda module, args: given.extend(args[:3]))
     x, positions = torch.randn(5, 1, 24, dtype=torch.float64), torch.arange(5)
-    found = attention.attend(x, SequenceContext(bias_channels=key_channels(config, positions[None], torch.float64)))
+    found = attention.attend(
+        x, SequenceContext(for_steps=(LinearBias.of_positions(config, positions[None], torch.float64),))
+    )
     assert given[2].untyped_storage().nbytes() == given[2].nbytes
     query, key, value = attention.linear_qkv(x)[0].view(5, 3, 3, 8).permute(2, 1, 0, 3)
     slopes = torch.tensor(_get_alibi_slopes(3, torch.device("cpu")).tolist(), dtype=torch.float64)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_core.features.flex_attention import kernels
 from megatron_core.transformer import core_attention
 from megatron_core.transformer.context import PackedDocuments, SequenceContext
 from tests.defects.plant import planted
@@ -50,7 +51,7 @@ def test_what_flash_attention_refuses_runs_by_documents(dtype: torch.dtype, sett
     if "kv_channels" in settings:
         shown = torch.zeros(1, 1, 4, 12, dtype=dtype)
         with simulated_gpu():
-            assert not core_attention.takes_variable_lengths(*[shown.to("cuda")] * 3)
+            assert not kernels.takes_variable_lengths(*[shown.to("cuda")] * 3)
         return
     with simulated_gpu():
         attended("cuda", dtype, kernel_backend="reference", **settings)
@@ -64,7 +65,7 @@ def test_what_flash_attention_refuses_runs_by_documents(dtype: torch.dtype, sett
 )
 def test_finds(old: str, new: str) -> None:
     expected = attended("cpu", torch.float32, window_size=(3, 0))
-    with planted("transformer.flex_attention:variable_length_attention", old, new), simulated_gpu():
+    with planted("features.flex_attention.kernels:variable_length_attention", old, new), simulated_gpu():
         try:
             found = attended("cuda", torch.bfloat16, window_size=(3, 0))
         except RuntimeError:

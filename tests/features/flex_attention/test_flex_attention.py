@@ -19,12 +19,12 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
 from megatron_core.features.cuda_graphs.graphs import graph_layers
+from megatron_core.features.flex_attention import kernels
+from megatron_core.features.flex_attention.kernels import BLOCK, block_mask, first_keys, unsupported_reason
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.transformer import core_attention, flex_attention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.flex_attention import BLOCK, block_mask, first_keys, unsupported_reason
 from tests.defects.plant import planted
 from tests.runs import tiny_config, tiny_run
 from tests.simulated_gpu.device import LOG
@@ -51,10 +51,10 @@ def unfused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     torch._dynamo.reset()  # else heads of several sizes become a dynamic shape, which torch refuses
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex_attention, "_compiled", lambda: counted)
-    monkeypatch.setattr(core_attention, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(kernels, "_compiled", lambda: counted)
+    monkeypatch.setattr(kernels, "unsupported_reason", lambda *_: None)
     yield calls
-    flex_attention._mask_of_length.cache_clear()
+    kernels._mask_of_length.cache_clear()
 
 
 def core(backend: str, *, window: int | None = None, softcap: float | None = None, groups: int = 2) -> CoreAttention:
@@ -98,16 +98,16 @@ def test_it_is_the_formula_in_float64(case: str, unfused_on_cpu: Counter[str]) -
 @pytest.mark.parametrize(
     ("place", "old", "new", "case"),
     [
-        ("flex_attention:_bounded", "score / softcap", "score", "bounded scores"),
-        ("flex_attention:first_keys", "+ 1 - window", "- window", "window"),
-        ("flex_attention:first_keys", "size.cumsum(0) - size", "size.cumsum(0) - size - 1", "all, one group"),
-        ("flex_attention:flex_attention", "documents.masks.get(window)", "documents.masks.get(window, next(iter("
+        ("kernels:_bounded", "score / softcap", "score", "bounded scores"),
+        ("kernels:first_keys", "+ 1 - window", "- window", "window"),
+        ("kernels:first_keys", "size.cumsum(0) - size", "size.cumsum(0) - size - 1", "all, one group"),
+        ("kernels:flex_attention", "documents.masks.get(window)", "documents.masks.get(window, next(iter("
          "documents.masks.values()), None))", "two windows"),
     ],
     ids=["scores", "window", "documents", "mask of another window"],
 )  # fmt: skip
 def test_finds_defects(place: str, old: str, new: str, case: str, unfused_on_cpu: Counter[str]) -> None:
-    with planted(f"transformer.{place}", old, new), pytest.raises(AssertionError):
+    with planted(f"features.flex_attention.{place}", old, new), pytest.raises(AssertionError):
         if case == "two windows":
             _two_windows_of_one_batch()
         else:
@@ -173,11 +173,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_ma
 def on_gpu(run: Callable[[], Any]) -> Any:
     """``run`` on a simulated GPU with Triton; the numbers of calls are in ``LOG.calls``."""
     with pytest.MonkeyPatch.context() as patch, simulated_gpu():
-        patch.setattr(flex_attention, "find_spec", lambda name: name)
-        patch.setattr(flex_attention, "_compiled", lambda: dense)
-        flex_attention._mask_of_length.cache_clear()
+        patch.setattr(kernels, "find_spec", lambda name: name)
+        patch.setattr(kernels, "_compiled", lambda: dense)
+        kernels._mask_of_length.cache_clear()
         result = run()
-        flex_attention._mask_of_length.cache_clear()
+        kernels._mask_of_length.cache_clear()
         return result
 
 

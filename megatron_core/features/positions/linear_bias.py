@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.attention import BIAS_CHANNELS
+from megatron_core.features.positions.settings import BIAS_CHANNELS
 from megatron_core.ops.rows import wide
+from megatron_core.transformer.context import AttentionStep, LayerContext
 
 STEP = 256
 """Positions are split into a STEP^2 + b STEP + c, whose parts 16-bit formats hold exactly below 2^24."""
@@ -32,18 +33,29 @@ def bias_slopes(heads: range, total: int, like: Tensor) -> Tensor:
     return slopes[heads.start : heads.stop]
 
 
-def key_channels(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The bias channels ``[s, b, BIAS_CHANNELS]`` of keys at positions ``[b, s]``; None without linear biases.
+class LinearBias(AttentionStep):
+    """Appends the bias channels of a rank's heads."""
 
-    They are (a STEP, b, c) twice, and (STEP, STEP), for the position a STEP^2 + b STEP + c.
-    """
-    if config.position_embedding_type != "alibi":
-        return None
-    positions = position_ids.t()
-    steps = positions // STEP
-    channels = [steps - steps % STEP, steps % STEP, positions % STEP] * 2 + [torch.full_like(positions, STEP)] * 2
-    assert len(channels) == BIAS_CHANNELS, "the planner counts this number"
-    return torch.stack(channels, dim=-1).to(dtype)
+    def __init__(self, context: LayerContext, layer_number: int) -> None:
+        self.total = context.config.num_attention_heads
+        heads = self.total // context.tp_group.size()
+        self.heads = range(context.tp_group.rank() * heads, (context.tp_group.rank() + 1) * heads)
+
+    @staticmethod
+    def of_positions(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias channels ``[s, b, BIAS_CHANNELS]`` of keys at positions ``[b, s]``.
+
+        They are (a STEP, b, c) twice, and (STEP, STEP), for the position a STEP^2 + b STEP + c.
+        """
+        positions = position_ids.t()
+        steps = positions // STEP
+        channels = [steps - steps % STEP, steps % STEP, positions % STEP] * 2 + [torch.full_like(positions, STEP)] * 2
+        assert len(channels) == BIAS_CHANNELS, "the planner counts this number"
+        return torch.stack(channels, dim=-1).to(dtype)
+
+    def __call__(self, query: Tensor, key: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``with_bias_channels``."""
+        return with_bias_channels(query, key, channels, bias_slopes(self.heads, self.total, query))
 
 
 def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
