@@ -21,7 +21,6 @@ from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import InitMethod, Normal, initialise
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
 from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
-from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 
 
@@ -310,51 +309,6 @@ def _check_ids(ids: Tensor, vocab_size: int) -> None:
             f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; use the tokenizer of the model, or a "
             "larger vocabulary"
         )
-
-
-def linear_with_grad_accumulation_and_async_allreduce(
-    input: Tensor,
-    weight: nn.Parameter,
-    bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    grad_output_buffer: None = None,
-    wgrad_deferral_limit: int | None = 0,
-    tp_group: Group | None = None,
-) -> Tensor:
-    """The product of a column-parallel layer, y = x A^T + b, with Megatron Core's arguments.
-
-    ``sequence_parallel`` gathers the input and reduce-scatters its gradient; ``allreduce_dgrad`` sums it over ranks.
-    Gradients are added to ``weight.main_grad`` if it exists; ``gradient_accumulation_fusion`` has no effect.
-    """
-    if grad_output_buffer is not None:
-        raise LayoutError("grad_output_buffer is not supported by parallel layers; omit it")
-    comm = LinearComm(
-        tensor_parallel_group(tp_group), gather_sequence=sequence_parallel, reduce_input_grad=allreduce_dgrad
-    )
-    return parallel_linear(input, weight, bias, comm)
-
-
-def linear_with_frozen_weight(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: Group | None = None,
-    grad_output_buffer: None = None,
-    wgrad_deferral_limit: None = None,
-) -> Tensor:
-    """The same for a frozen weight: only the input gets a gradient."""
-    # Another parameter: ``weight`` itself may have a main_grad, which a frozen weight must not change.
-    frozen = nn.Parameter(weight.detach(), requires_grad=False)
-    shift = None if bias is None else bias.detach()
-    flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
-    return linear_with_grad_accumulation_and_async_allreduce(
-        input, frozen, shift, *flags, grad_output_buffer, tp_group=tp_group
-    )
 
 
 def vocabulary_per_rank(vocab_size: int, divisible_by: int, tp_size: int) -> int:

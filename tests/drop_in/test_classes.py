@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_parts import MLP, SelfAttention, TopKRouter
@@ -33,7 +34,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.verify.ranks import run_ranks
 from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, config, gpt
 

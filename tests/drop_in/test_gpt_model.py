@@ -21,6 +21,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import linear_with_frozen_weight
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
@@ -37,8 +39,7 @@ from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.megatron_flags.tables import ACCEPTED
 from megatron_core.models.gpt import model as own
-from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.verify.ranks import run_ranks
 
 VOCABULARY, LENGTH = 48, 12

@@ -14,12 +14,12 @@ from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.models.gpt import model as own
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.verify.ranks import run_ranks
 from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, VOCABULARY, config
 

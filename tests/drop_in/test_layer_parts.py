@@ -25,6 +25,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.msc_utils import MultiStorageClientFeature, maybe_msc
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -56,7 +57,6 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.experts.router import Router
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.mlp import MLP

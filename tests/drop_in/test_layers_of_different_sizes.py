@@ -12,12 +12,12 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
 from megatron_core.errors import ConfigError
 from megatron_core.models import gpt
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tests.parity.heterogeneous_rows import BLOCKS, LAYERS
 
 JSON = LAYERS["heterogeneous_layers_config_encoded_json"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel import mappings
-from megatron_core import parallel_state
-from megatron_core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel.layers import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
+from megatron_core import parallel_state
 from megatron_core.verify.ranks import run_ranks
 
 SIZES = [1, 3]

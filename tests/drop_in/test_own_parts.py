@@ -31,6 +31,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_ba
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator, destroy_rerun_state_machine, get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -49,7 +50,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.verify.ranks import run_ranks
 from megatron_core.vocabularies.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer

@@ -40,6 +40,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import device_memory_summary
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.utils import gather_split_1d_tensor
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -59,7 +60,6 @@ from megatron.training.config import PretrainConfigContainer, TokenizerConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron_core.verify.ranks import run_ranks
 
 

@@ -18,13 +18,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.models.gpt import model as own
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceDetails, SequenceSplit
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names

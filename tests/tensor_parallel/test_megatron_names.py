@@ -13,13 +13,13 @@ from megatron.core.tensor_parallel import (
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
-from megatron_core import parallel_state
-from megatron_core.errors import ConfigError, DataError, LayoutError
-from megatron_core.tensor_parallel import (
+from megatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError, DataError, LayoutError
 from megatron_core.verify.ranks import run_ranks
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron_core.errors import ConfigError
-from megatron_core.tensor_parallel import KeyedDropout
-from megatron_core.tensor_parallel.random import (
+from megatron.core.tensor_parallel.random import (
+    CheckpointWithoutOutput,
     CudaRNGStatesTracker,
     checkpoint,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     same_random_numbers,
 )
+from megatron_core.errors import ConfigError
+from megatron_core.tensor_parallel import KeyedDropout
 
 SAMPLES, LENGTH, CHANNELS = 4, 64, 64
 EVERYONE = torch.arange(SAMPLES)

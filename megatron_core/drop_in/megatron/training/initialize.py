@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_and_validate_args, run_config_of
 from megatron.training.global_vars import get_args, stored_args
 from megatron_core import parallel_state
 from megatron_core.parallel import World, start_world
-from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def initialize_megatron(

@@ -4,24 +4,65 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.parallel.current import current
-from megatron_core.tensor_parallel import layers
+from megatron_core.parallel.current import current, tensor_parallel_group
+from megatron_core.parallel.groups import Group
 from megatron_core.tensor_parallel.layers import *  # noqa: F403
-from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.linear_comm import LinearComm
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
 
-def linear_with_grad_accumulation_and_async_allreduce(  # type: ignore[no-redef]
-    input: Tensor, weight: Any, *args: Any, output_dtype: torch.dtype | None = None, **named: Any
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: int | None = 0,
+    tp_group: Group | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The engine's function of this name; ConfigError if ``output_dtype`` is not the input's."""
+    """The product of a column-parallel layer, y = x A^T + b.
+
+    ``sequence_parallel`` gathers the input and reduce-scatters its gradient; ``allreduce_dgrad`` sums it over ranks.
+    Gradients are added to ``weight.main_grad`` if it exists; ``gradient_accumulation_fusion`` has no effect.
+    ConfigError if ``output_dtype`` is not the input's.
+    """
     if output_dtype not in (None, input.dtype):
         raise ConfigError(f"output_dtype={output_dtype} is not supported; pass input and weight in this dtype")
-    return layers.linear_with_grad_accumulation_and_async_allreduce(input, weight, *args, **named)
+    if grad_output_buffer is not None:
+        raise LayoutError("grad_output_buffer is not supported by parallel layers; omit it")
+    group = tensor_parallel_group(tp_group)
+    comm = LinearComm(group, gather_sequence=sequence_parallel, reduce_input_grad=allreduce_dgrad)
+    return parallel_linear(input, weight, bias, comm)
+
+
+def linear_with_frozen_weight(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Group | None = None,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: None = None,
+) -> Tensor:
+    """The same for a frozen weight: only the input gets a gradient."""
+    # Another parameter: ``weight`` itself may have a main_grad, which a frozen weight must not change.
+    frozen = nn.Parameter(weight.detach(), requires_grad=False)
+    shift = None if bias is None else bias.detach()
+    flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input, frozen, shift, *flags, grad_output_buffer, tp_group=tp_group
+    )
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

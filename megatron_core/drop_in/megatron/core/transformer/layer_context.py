@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.tensor_parallel.random import current_seed
 from megatron.core.transformer.foreign import foreign, foreign_norm, with_core_attention
 from megatron.core.transformer.spec_utils import IdentityOp, ModuleSpec, WrappedTorchNorm, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,7 +27,6 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ParallelGroups
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec

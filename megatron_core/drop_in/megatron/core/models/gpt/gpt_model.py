@@ -12,6 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding, LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import current_seed
 from megatron.core.transformer.exported import LossCollector, adopt, refuse
 from megatron.core.transformer.layer_context import (
     LayerPattern,
@@ -36,7 +37,6 @@ from megatron_core.models.gpt import model
 from megatron_core.parallel.collectives import all_reduce_, gather_from_sequence
 from megatron_core.parallel.current import current
 from megatron_core.parallel.micro_batch import LaterTokens, SequenceDetails, SequenceSplit
-from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import auxiliary_loss_names, mtp_loss_names

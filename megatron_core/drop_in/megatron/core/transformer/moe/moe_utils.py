@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron_core.errors import ConfigError
 from megatron_core.features.experts import choice
 from megatron_core.features.experts.choice import sinkhorn
 from megatron_core.features.experts.settings import MoEConfig
-from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 
 
 def topk_routing_with_score_function(
