@@ -1,28 +1,12 @@
 """Torch's FlexAttention and variable-length attention, which GPUs use for windows, bounded scores and documents."""
 
-from collections.abc import Iterator
-
-from megatron_core.config.run import RunConfig
 from megatron_core.feature import Feature
-
-
-def flex_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings that FlexAttention excludes."""
-    model = config.model
-    excluded = {
-        f"attention_dropout={model.attention_dropout}": (model.attention_dropout, "it has none; use 0"),
-        "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
-        f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
-    }
-    for setting, (is_given, reason) in excluded.items():
-        if is_given and model.attention_backend == "flex":
-            yield f"{setting} cannot be used with attention_backend=flex: {reason}, or use --attention-backend auto"
-
+from megatron_core.features.flex_attention.rules import flex_problems
 
 FLEX_ATTENTION = Feature(
     name="flex_attention",
     is_used=lambda config: config.model.attention_backend == "flex",
     problems=flex_problems,
-    layers={"fused_attention": "megatron_core.features.flex_attention.kernels:fused_attention"},
+    layers={"fused_attention": "megatron_core.features.flex_attention.kernels:attend_on_gpu"},
     check_device="megatron_core.features.flex_attention.kernels:check_flex",
 )

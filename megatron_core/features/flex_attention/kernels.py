@@ -45,7 +45,7 @@ def check_flex(config: RunConfig, device: torch.device) -> None:
         raise ConfigError(f"attention_backend=flex is not available: {reason}; use attention_backend=auto")
 
 
-def fused_attention(
+def attend_on_gpu(
     core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None
 ) -> Tensor | None:
     """Compute the call ``[b, heads, s, d]`` of a core attention; None if neither kernel supports it or speeds it up.

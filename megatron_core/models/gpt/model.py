@@ -105,8 +105,8 @@ class VocabularyHead(ColumnParallelLinear):
     def vocabulary(self) -> dict[str, Any]:
         """The arguments of a loss of the logits that describe the vocabulary and its split."""
         group = self.tp_group
-        parts = {"tp_group": group, "num_parts": self.config.arithmetic.parts_on(group)}
-        return {**parts, "vocab_size": self.vocab_size, "backend": self.model_config.kernel_backend}
+        split_over = {"tp_group": group, "num_parts": self.config.arithmetic.parts_on(group)}
+        return {**split_over, "vocab_size": self.vocab_size, "backend": self.model_config.kernel_backend}
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
