@@ -80,6 +80,9 @@ class ConfigReader:
                     self.faults.append(f"{path}={quoted(value)} is not supported: {key.text}")
             elif key.use == "without_effect":
                 self.ignored.setdefault(key.text, []).append(path)
+            elif value == AUTO and path.startswith("zero_optimization."):
+                # DeepSpeed drops such values of this section; OpenRLHF leaves them to it.
+                self.ignored.setdefault("'auto' without transformers.Trainer is the default", []).append(path)
             elif value == AUTO:
                 self.faults.append(
                     f"{path}='auto' has no value: transformers.Trainer and accelerate fill it; set it yourself"
@@ -101,7 +104,7 @@ class ConfigReader:
         return [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in self.ignored.items()]
 
     def get(self, path: str, default: Any) -> Any:
-        """Value of a dotted path; null and ``"auto"`` (already a fault) count as absent."""
+        """Value of a dotted path; null and ``"auto"`` (already in the faults or notes) count as absent."""
         value: Any = self.values
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
