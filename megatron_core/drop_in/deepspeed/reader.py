@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from deepspeed.dotted_names import dotted_names, nested
+from deepspeed.dotted_names import NAMES_OF_TRL, dotted_names, nested
 from deepspeed.git_version_info import version
 from deepspeed.key_table import Key, find_key, has_enabled, key_names, leaves
 from megatron_core.any_model.elastic_batch import ElasticityConfigError, compute_elastic_config, elasticity_enabled
@@ -67,6 +67,9 @@ class ConfigReader:
     def check_keys(self) -> None:
         """Sort all given keys by the table."""
         for name, path in dotted_names(self.values):
+            if path in NAMES_OF_TRL and path in self.values:
+                self.ignored.setdefault("DeepSpeed does not read a name with a dot as a section", []).append(path)
+                continue
             self.faults.append(
                 f"{path!r} has a dot in its name, which DeepSpeed does not read as a section; write {nested(name)}"
             )

@@ -75,6 +75,14 @@ def test_auto_in_zero_optimization_is_the_default() -> None:  # as OpenRLHF's tr
         translate({"train_batch_size": 8, "bf16": {"enabled": "auto"}}, 2)
 
 
+def test_names_with_dots_that_trl_writes_are_left_out() -> None:  # trl 1.16, models/utils.py, prepare_deepspeed
+    names = ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    found = translate(config | {f"zero_optimization.{name}": 57.6 for name in names}, 2)
+    assert found.settings == translate(config, 2).settings
+    assert all(name in found.notes[0] for name in names) and "a name with a dot" in found.notes[0]
+
+
 def test_disabled_sections_are_accepted() -> None:
     config = {"train_batch_size": 1, "flops_profiler": {"enabled": False, "profile_step": 1}, "wandb": None}
     assert translate(config, 1).notes == []
