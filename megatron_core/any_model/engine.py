@@ -369,6 +369,10 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         self.discard_gradients()
         self.micro_step = self._backwards = 0
         if load_optimizer:
+            if self.lr_scheduler is None and not self.state.rates_are_the_programs:
+                # The schedule continues: a rate left over from the program would hide that it sets the same one again.
+                for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                    group["lr"] = base
             self._rates = self._read_rates()  # changes of the program before loading do not count
         if self.lr_scheduler is not None and self.state.scheduler:
             restore_state(self.lr_scheduler, self.state.scheduler)

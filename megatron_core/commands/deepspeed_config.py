@@ -39,7 +39,8 @@ on any machine, by
 
     megatron-deepspeed-config --from-json ds_config.json --world-size N
 
-`section.*` means all keys of a section. transformers.Trainer and accelerate fill `"auto"`; a remaining one is an error.
+`section.*` means all keys of a section. transformers.Trainer and accelerate fill `"auto"`; a remaining one
+is the default in `zero_optimization`, as in DeepSpeed, and an error elsewhere.
 """
 
 

@@ -29,6 +29,8 @@ DESCRIBES = frozenset(
     }
 )
 """Functions that read no elements."""
+MEMORY = frozenset({"data_ptr", "untyped_storage", "_typed_storage"})
+"""Functions of ``DESCRIBES`` by which files are written; they are errors for entries of ``state_dict()``."""
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"})
 """Methods that return the tensor itself if nothing changes."""
 
@@ -57,7 +59,7 @@ class SplitParameter:
         name = func.__name__
         options = dict(kwargs or {})
         first = args[0] if args else None
-        if not reads_elements(func, args, SplitParameter):
+        if not reads_elements(func, args, SplitParameter) and not (name in MEMORY and "is_entry" in vars(first)):
             return torch._C._disabled_torch_function_impl(func, types, args, options)
         parameter: Any = next(
             (value for value in flat_values((args, options)) if isinstance(value, SplitParameter)), None
@@ -66,6 +68,9 @@ class SplitParameter:
         # Without gradients nothing is kept for backward, so a read of weights that still have memory is right.
         if is_closed and not torch.is_grad_enabled():
             return torch._C._disabled_torch_function_impl(func, types, args, options)
+        # ``state_dict()`` detaches all parameters; programs such as peft read its keys alone.
+        if name == "detach" and not is_closed:
+            return _entry(parameter)
         # Libraries call ``.to(device)`` on all parameters; without a change the elements are not needed.
         if name in CONVERSIONS and isinstance(first, Tensor) and (same := _converted(func, types, args, options)):
             return same[0]
@@ -177,12 +182,20 @@ def _unlikely(parameter: Tensor) -> float:
 
 
 @cache
-def _class_for(parameter_class: type[nn.Parameter]) -> Any:
+def _class_for(parameter_class: type[Tensor]) -> Any:
     """Return the subclass of ``parameter_class`` with the mixin."""
     if issubclass(parameter_class, SplitParameter):
         return parameter_class
     meta: Any = type(parameter_class)
     return meta("SplitParameter", (SplitParameter, parameter_class), {"__module__": __name__})
+
+
+def _entry(parameter: Any) -> Tensor:
+    """Return a tensor that describes ``parameter``; it is an error to read its elements, also after a gather."""
+    with torch._C.DisableTorchFunctionSubclass():
+        entry: Tensor = parameter.detach().as_subclass(_class_for(Tensor))
+    vars(entry).update(split_as=vars(parameter)["split_as"], is_closed=False, is_entry=True)
+    return entry
 
 
 def _text(parameter: Any) -> str:

@@ -221,6 +221,20 @@ def test_loading_undoes_a_rate_of_the_program(tmp_path: Path) -> None:
     assert own.param_groups[0]["lr"] == pytest.approx(1e-2 * (1 - 2 / STEPS))
 
 
+def test_a_rate_of_the_program_that_it_sets_again_after_loading(tmp_path: Path) -> None:
+    model = _model()
+    engine, own, _, _ = megatron_core.initialize(model, CONFIG, optim.AdamW(model.parameters(), lr=1e-5))
+    engine.save_checkpoint(tmp_path)
+    for _ in range(2):  # the second time after a search for the best rate
+        own.param_groups[0]["lr"] = 1e-2
+        for step in range(STEPS):
+            _step(engine, step)
+        found = _weights(model)
+        engine.load_checkpoint(tmp_path)
+        assert own.param_groups[0]["lr"] == 1e-5
+    np.testing.assert_allclose(found, _alone(_adamw), rtol=1e-9)
+
+
 class _Factor:
     """A schedule with a state that is not JSON."""
 

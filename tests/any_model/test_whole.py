@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ OPERATIONS: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {
     "data.fill_": lambda _, p: p.data.fill_(1.0),
     "add_": lambda _, p: p.add_(1.0),
     "data.norm": lambda _, p: p.data.norm(),
-    "state_dict": lambda model, _: model.state_dict(),
+    "state_dict": lambda model, _: torch.save(model.state_dict(), io.BytesIO()),
     "save": lambda _, p: torch.save(p, io.BytesIO()),
     "deepcopy": lambda model, _: copy.deepcopy(model),
     "init": lambda _, p: nn.init.normal_(p),
@@ -191,6 +192,32 @@ def _use_split_parameter() -> tuple[dict[str, str], str, dict[str, Tensor], list
         assert report is not None
         losses.append(report.loss)
     return texts, f"{parameter}", {name: each.clone() for name, each in kept.items()}, losses
+
+
+def test_peft_saves_whole_modules_beside_adapters_at_stage_3() -> None:
+    (expected, _), found = (run_ranks(2, _adapter_files, {"zero_stage": stage}) for stage in (0, 3))
+    assert any(name.startswith("base_model.model.4") for name in expected)
+    for files in found:
+        torch.testing.assert_close(files, expected, rtol=1e-12, atol=0)
+
+
+def _adapter_files(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """What peft's ``save_pretrained`` writes; it reads the keys of a ``state_dict()`` and the values of another one."""
+    adapters = peft.LoraConfig(r=2, target_modules=["2"], modules_to_save=["4"], init_lora_weights=False)
+    model = peft.get_peft_model(_mlp(), adapters)
+    config = {"fp64": True, "micro_batch_size": 1, "global_batch_size": 4, "lr": 0.1, **settings}
+    engine = megatron_core.initialize(model, config).engine
+    _backward(engine)
+    engine.step()
+    files: dict[str, Tensor] = peft.get_peft_model_state_dict(model, engine.full_state_dict())
+    if settings["zero_stage"] == 3:
+        entries = model.state_dict()
+        name = "base_model.model.2.base_layer.weight"
+        assert entries[name].shape == (5, 5)
+        for read in (torch.sum, Tensor.data_ptr, copy.deepcopy, lambda entry: torch.save(entry, io.BytesIO())):
+            with pytest.raises(ConfigError, match=rf"{name} of shape \(5, 5\) .* is split over 2 ranks"):
+                read(entries[name])
+    return {name: value.clone() for name, value in files.items()}
 
 
 def test_small_weights_stay_whole_at_stage_3() -> None:

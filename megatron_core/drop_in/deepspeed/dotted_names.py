@@ -3,6 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+NAMES_OF_TRL = frozenset(
+    "zero_optimization." + name
+    for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+)
+"""Names that ``prepare_deepspeed`` of trl writes for reference models; DeepSpeed ignores them, too."""
+
 
 def dotted_names(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """All names with a dot, which look like paths of keys, with the path of each."""

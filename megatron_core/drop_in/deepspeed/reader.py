@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from deepspeed.dotted_names import dotted_names, nested
+from deepspeed.dotted_names import NAMES_OF_TRL, dotted_names, nested
 from deepspeed.git_version_info import version
 from deepspeed.key_table import Key, find_key, has_enabled, key_names, leaves
 from megatron_core.any_model.elastic_batch import ElasticityConfigError, compute_elastic_config, elasticity_enabled
@@ -67,6 +67,9 @@ class ConfigReader:
     def check_keys(self) -> None:
         """Sort all given keys by the table."""
         for name, path in dotted_names(self.values):
+            if path in NAMES_OF_TRL and path in self.values:
+                self.ignored.setdefault("DeepSpeed does not read a name with a dot as a section", []).append(path)
+                continue
             self.faults.append(
                 f"{path!r} has a dot in its name, which DeepSpeed does not read as a section; write {nested(name)}"
             )
@@ -80,6 +83,9 @@ class ConfigReader:
                     self.faults.append(f"{path}={quoted(value)} is not supported: {key.text}")
             elif key.use == "without_effect":
                 self.ignored.setdefault(key.text, []).append(path)
+            elif value == AUTO and path.startswith("zero_optimization."):
+                # DeepSpeed drops such values of this section; OpenRLHF leaves them to it.
+                self.ignored.setdefault("'auto' without transformers.Trainer is the default", []).append(path)
             elif value == AUTO:
                 self.faults.append(
                     f"{path}='auto' has no value: transformers.Trainer and accelerate fill it; set it yourself"
@@ -101,7 +107,7 @@ class ConfigReader:
         return [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in self.ignored.items()]
 
     def get(self, path: str, default: Any) -> Any:
-        """Value of a dotted path; null and ``"auto"`` (already a fault) count as absent."""
+        """Value of a dotted path; null and ``"auto"`` (already in the faults or notes) count as absent."""
         value: Any = self.values
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None

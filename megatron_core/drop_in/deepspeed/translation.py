@@ -115,7 +115,7 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     DeepSpeed decays all parameters alike: pass ``model.parameters()`` as ``model_parameters``. The learning rate of
     ``settings`` is constant; ``scheduler`` names the class that changes it.
 
-    Errors: ``ConfigError`` with all problems: unknown and refused keys, ``"auto"`` values that nobody filled,
+    Errors: ``ConfigError`` with all problems: unknown and refused keys, ``"auto"`` outside of ``zero_optimization``,
     contradictory keys and values of the wrong type.
     """
     values = with_new_names(read_json(config))

@@ -64,6 +64,25 @@ def test_all_problems_are_in_one_error() -> None:
         assert part in str(caught.value)
 
 
+def test_auto_in_zero_optimization_is_the_default() -> None:  # as OpenRLHF's train_config has it
+    names = ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "overlap_comm")
+    section = {"stage": 3, "offload_param": {"device": "auto"}}
+    config = {"train_batch_size": 8, "zero_optimization": section | dict.fromkeys(names, "auto")}
+    found, default = translate(config, 2), translate(config | {"zero_optimization": {"stage": 3}}, 2)
+    assert found.settings == default.settings
+    assert all(f"zero_optimization.{name}" in found.notes[0] for name in (*names, "offload_param.device"))
+    with pytest.raises(ConfigError, match=r"bf16.enabled='auto' has no value"):
+        translate({"train_batch_size": 8, "bf16": {"enabled": "auto"}}, 2)
+
+
+def test_names_with_dots_that_trl_writes_are_left_out() -> None:  # trl 1.16, models/utils.py, prepare_deepspeed
+    names = ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    found = translate(config | {f"zero_optimization.{name}": 57.6 for name in names}, 2)
+    assert found.settings == translate(config, 2).settings
+    assert all(name in found.notes[0] for name in names) and "a name with a dot" in found.notes[0]
+
+
 def test_disabled_sections_are_accepted() -> None:
     config = {"train_batch_size": 1, "flops_profiler": {"enabled": False, "profile_step": 1}, "wandb": None}
     assert translate(config, 1).notes == []

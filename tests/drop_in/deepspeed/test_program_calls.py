@@ -356,3 +356,31 @@ def test_copies_of_the_engines_module_are_independent() -> None:
     for copied in (copy.deepcopy(engine.module), torch.load(stored, weights_only=False)):
         copied(_batch(0)).sum().backward()
         assert copied[2].weight.grad is not None and not engine.core._backwards
+
+
+def _generate_as_trl(stage: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs for inputs of another number on each rank, with the calls of trl 1.16, and the weights after a step."""
+    engine = _engine(zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0})
+    _step(engine, 0)
+    assert hasattr(engine.optimizer, "parameter_offload") == (stage == 3)
+    outputs = []
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+        if stage == 3:
+            offload = engine.optimizer.parameter_offload
+            assert [*offload.module.ds_external_parameters()] == []
+            for parameter in offload.module.parameters():
+                parameter.ds_active_sub_modules.clear()
+            for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+        outputs = [engine.module(_batch(number)) for number in range(2 + dist.get_rank())]
+        if stage == 3:
+            offload._register_deepspeed_module(offload.module)
+    _step(engine, 1)
+    return outputs, _weights(engine)
+
+
+def test_trl_generates_with_gathered_weights() -> None:
+    for expected, found in zip(*(run_ranks(2, _generate_as_trl, stage) for stage in (0, 3)), strict=True):
+        for values, reference in zip(found, expected, strict=True):
+            _assert_close(values, reference)

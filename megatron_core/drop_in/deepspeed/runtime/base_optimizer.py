@@ -115,8 +115,30 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self._inner!r})"
 
 
+class ParameterOffload:
+    """What programs such as trl remove and register again around a generation inside of ``GatheredParameters``.
+
+    It has no hooks: those of the engine leave gathered weights as they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: the hooks were not removed."""
+
+
 class ZeROOptimizer(DeepSpeedOptimizer):
     """The same with ZeRO 1, 2 or 3."""
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """Hooks of stage 3; the other stages have no such attribute, by which programs distinguish them."""
+        if self._engine.config.parallel.dp_zero_stage != 3:
+            raise AttributeError("parameter_offload exists with zero_optimization.stage 3 alone")
+        return ParameterOffload(self._engine.module)
 
 
 class HalfPrecisionOptimizer(DeepSpeedOptimizer):

@@ -48,6 +48,8 @@ def mark_parameters(engine: Engine) -> None:
     ``ds_status`` is AVAILABLE inside of ``GatheredParameters``; forward and backward do not change it.
     """
     reference = weakref.ref(engine)
+    if engine.config.parallel.dp_zero_stage == 3:
+        vars(engine.module)["ds_external_parameters"] = ds_external_parameters
     for parameter in engine.module.parameters():
         _engines[parameter] = reference
         if engine.config.parallel.dp_zero_stage == 3:
@@ -56,6 +58,11 @@ def mark_parameters(engine: Engine) -> None:
             is_whole = bucket is None or not bucket.splits_weights
             vars(parameter)["ds_persist"] = is_whole
             _set_status([parameter], whole=is_whole)
+
+
+def ds_external_parameters() -> tuple[tuple[str, nn.Parameter], ...]:
+    """Return no parameters: registering external ones has no effect."""
+    return ()
 
 
 def engine_of(parameter: nn.Parameter) -> Engine | None:
@@ -72,7 +79,7 @@ def is_zero_param(parameter: Any) -> bool:
 def _mark(parameter: nn.Parameter) -> None:
     if not is_zero_param(parameter):
         values = {"ds_id": next(_numbers), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
-        vars(parameter).update(values, ds_persist=False)
+        vars(parameter).update(values, ds_persist=False, ds_active_sub_modules=set())
         _set_status([parameter], whole=True)
 
 
