@@ -73,5 +73,5 @@ def plan_file_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Two schedules."""
     parallel = config.parallel.section(PlanFileConfig)
     schedule, plan = parallel.pipeline_schedule, parallel.pipeline_plan
-    if schedule is not None and plan is not None and not any(parallel.stage_problems(config)):
+    if schedule is not None and plan is not None:
         yield f"pipeline_schedule={schedule} and pipeline_plan={plan} exclude one another; keep one"
