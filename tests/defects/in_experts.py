@@ -250,8 +250,10 @@ IN_EXPERTS = (
     ),
     Defect(
         "the load is counted again where activations are computed again",
-        "transformer.auxiliary_loss:AuxiliaryLosses.store_load",
-        assigned("self._loads[layer_number, micro]", "OLD + self._loads.get((layer_number, micro), 0)"),
+        "transformer.auxiliary_loss:MicroBatchAuxiliaryLosses.add_load",
+        assigned(
+            "self.step.loads[layer_number, self.micro]", "OLD + self.step.loads.get((layer_number, self.micro), 0)"
+        ),
         "bias and groups, tp2 sp ep2 etp1, recompute",
         culprit="report0.*load",
     ),

@@ -116,9 +116,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 
 class ParameterOffload:
-    """What programs such as trl remove and register again around a generation inside of ``GatheredParameters``.
+    """Hooks that programs such as trl remove and register again around a generation in ``GatheredParameters``.
 
-    It has no hooks: those of the engine leave gathered weights as they are.
+    There are none: the engine's hooks leave gathered weights as they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
