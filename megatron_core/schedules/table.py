@@ -107,21 +107,19 @@ class Schedule:
     """The value of --pipeline-schedule."""
     make: Callable[..., Plan] | str
     """``make(p, m)`` if ``chunks`` is a number, ``make(p, v, m)`` if it is None; or a hook that names the function."""
-    chunks: int | None
+    chunks: int | None = None
     """Required number of chunks on each rank; None: any number."""
-    splits_backward: bool
+    splits_backward: bool = False
     """Whether some backwards are split into I and W."""
-    source: str
-    """Publication."""
     in_pairs: bool = False
     """Whether it is the form of the schedule ``name`` in pairs: forwards run together with backwards of other
     micro-batches, so that communication overlaps."""
 
 
 _OF_EVERY_RUN = (
-    Schedule("1f1b", one_f_one_b, 1, False, "Narayanan et al. 2019, PipeDream; 2021, PipeDream-2BW"),
-    Schedule("interleaved", interleaved, None, False, "Narayanan et al. 2021, arXiv 2104.04473"),
-    Schedule("forward_only", forward_only, None, False, "evaluation and generation"),
+    Schedule("1f1b", one_f_one_b, chunks=1),
+    Schedule("interleaved", interleaved),
+    Schedule("forward_only", forward_only),
 )
 
 

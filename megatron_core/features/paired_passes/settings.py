@@ -10,10 +10,9 @@ from megatron_core.config.setting import section, setting
 from megatron_core.schedules import Schedule, schedules
 
 _PLANS = "megatron_core.features.paired_passes.plans"
-_SOURCE = "Megatron-LM's --overlap-moe-expert-parallel-comm"
 SCHEDULES = (
-    Schedule("1f1b", f"{_PLANS}:paired_one_f_one_b", 1, False, _SOURCE, in_pairs=True),
-    Schedule("interleaved", f"{_PLANS}:paired_interleaved", None, False, _SOURCE, in_pairs=True),
+    Schedule("1f1b", f"{_PLANS}:paired_one_f_one_b", chunks=1, in_pairs=True),
+    Schedule("interleaved", f"{_PLANS}:paired_interleaved", in_pairs=True),
 )
 
 

@@ -14,17 +14,14 @@ from megatron_core.schedules.checks import check_plan
 from megatron_core.schedules.table import Schedule
 
 _PLANS = "megatron_core.features.pipeline_schedules.plans"
-_DUALPIPE = "DeepSeek-AI 2024, arXiv 2412.19437; DualPipe's README"
 SCHEDULES = (
-    Schedule("gpipe", f"{_PLANS}:gpipe", 1, False, "Huang et al. 2019, GPipe"),
-    Schedule("zb_h1", f"{_PLANS}:zb_h1", 1, True, "Qi et al. 2023, arXiv 2401.10241"),
-    Schedule("zb_h2", f"{_PLANS}:zb_h2", 1, True, "Qi et al. 2023, arXiv 2401.10241"),
-    Schedule("zb_v", f"{_PLANS}:zb_v", 2, True, "Qi et al. 2024, arXiv 2405.15362"),
-    Schedule("dualpipe_v", f"{_PLANS}:dualpipe_v", 2, True, _DUALPIPE),
-    Schedule("dualpipe_v", f"{_PLANS}:paired_dualpipe_v", 2, True, _DUALPIPE, in_pairs=True),
+    Schedule("gpipe", f"{_PLANS}:gpipe", chunks=1),
+    Schedule("zb_h1", f"{_PLANS}:zb_h1", chunks=1, splits_backward=True),
+    Schedule("zb_h2", f"{_PLANS}:zb_h2", chunks=1, splits_backward=True),
+    Schedule("zb_v", f"{_PLANS}:zb_v", chunks=2, splits_backward=True),
+    Schedule("dualpipe_v", f"{_PLANS}:dualpipe_v", chunks=2, splits_backward=True),
+    Schedule("dualpipe_v", f"{_PLANS}:paired_dualpipe_v", chunks=2, splits_backward=True, in_pairs=True),
 )
-USUAL = (None, "1f1b", "interleaved")
-"""Schedules of the core."""
 READ_PLAN = "megatron_core.features.pipeline_schedules.plan_file:read_plan"
 
 
