@@ -169,8 +169,8 @@ class OptimizerConfig(AlgorithmConfig, Extensible):
 
     @property
     def scale_rule(self) -> str | None:
-        """Hook: a function from these settings and the dtype of the weights to an ``optimizer.loss_scale.LossScale``,
-        which a feature overrides; None: the loss is not scaled."""
+        """Hook: a function from these settings to the ``optimizer.loss_scale.LossScale`` of weights in float16, which a
+        feature overrides; None: the loss is not scaled."""
         return None
 
     def bucket_rule(self, zero_stage: int) -> str | None:

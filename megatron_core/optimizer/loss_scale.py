@@ -29,5 +29,8 @@ class LossScale:
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:
     """Return the scale of these settings for weights of ``params_dtype``."""
-    scale: LossScale = LossScale() if config.scale_rule is None else load_hook(config.scale_rule)(config, params_dtype)
+    # bfloat16 has the exponents of float32, so gradients do not underflow.
+    if params_dtype != torch.float16 or config.scale_rule is None:
+        return LossScale()
+    scale: LossScale = load_hook(config.scale_rule)(config)
     return scale

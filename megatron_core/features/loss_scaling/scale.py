@@ -6,18 +6,13 @@ divided by it afterwards (Micikevicius et al. 2018, section 3.2).
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.loss_scaling.settings import LossScaleConfig
 from megatron_core.optimizer.loss_scale import LossScale
 
 
-def loss_scale_of(config: LossScaleConfig, params_dtype: torch.dtype) -> LossScale:
-    """Return, for float16, the constant ``loss_scale`` if set, else a dynamic scale; 1 for other dtypes."""
-    # bfloat16 has the exponents of float32, so gradients do not underflow.
-    if params_dtype != torch.float16:
-        return LossScale()
+def loss_scale_of(config: LossScaleConfig) -> LossScale:
+    """Return the constant ``loss_scale`` if set, else a dynamic scale."""
     if config.loss_scale is not None:
         return LossScale(config.loss_scale)
     return DynamicLossScale(
