@@ -322,6 +322,28 @@ def _step(model: Any, update: torch.optim.Optimizer) -> None:
     update.zero_grad()
 
 
+def _evaluated(evaluates: bool) -> Result:
+    model = _shard(megatron_core.fully_shard, _made())
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if evaluates:
+
+        @torch.no_grad()
+        def evaluate(*_: Any) -> None:
+            model(torch.zeros(1, 6, dtype=torch.int64))
+
+        update.register_step_pre_hook(evaluate)
+    for _ in range(STEPS):
+        _step(model, update)
+    return {name: _rows(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_an_evaluation_between_backward_and_step_changes_nothing() -> None:
+    # With torch's fully_shard the next step computes with the weights from before the update.
+    with_evaluations, without = (run_ranks(2, _evaluated, evaluates)[0] for evaluates in (True, False))
+    for name, weights in without.items():
+        np.testing.assert_array_equal(with_evaluations[name], weights)
+
+
 @pytest.mark.every_case
 def test_checkpoints_of_torch_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")

@@ -202,7 +202,7 @@ def test_peft_saves_whole_modules_beside_adapters_at_stage_3() -> None:
 
 
 def _adapter_files(settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Files of peft's ``save_pretrained``, which reads keys of one ``state_dict()`` and values of another one."""
+    """Tensors that ``save_pretrained`` writes: it reads the keys of one ``state_dict()``, the values of another."""
     adapters = peft.LoraConfig(r=2, target_modules=["2"], modules_to_save=["4"], init_lora_weights=False)
     model = peft.get_peft_model(_mlp(), adapters)
     config = {"fp64": True, "micro_batch_size": 1, "global_batch_size": 4, "lr": 0.1, **settings}

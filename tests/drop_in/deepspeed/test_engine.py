@@ -196,7 +196,7 @@ def test_json_and_class_give_equal_steps(kind: Any, name: str, params: dict[str,
 
 
 def test_parts_of_offload_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _engine()
+    engine = _engine(zero_optimization={"stage": 3})
     losses = [_step(engine, 0)]
     engine.offload_states()  # on a CPU: no effect
     engine.reload_states()
@@ -209,7 +209,7 @@ def test_parts_of_offload_states(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.core.world = replace(engine.core.world, device=torch.device("cuda"))
     monkeypatch.setattr(engine.core, "offload", lambda *, parts: calls.append(sorted(set(parts))))
     engine.offload_states()
-    engine.offload_states(include=[OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads])
+    engine.optimizer.offload_states(include=[OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads])
     engine.offload_states(include=[OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.optim_states])
     every = ["gradients", "main_weights", "moments", "weights"]
     assert calls == [every, ["gradients", "main_weights"], ["moments", "weights"]]

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from deepspeed.runtime.zero.offload_states import StatePlacement
 from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.loss_scaling.scale import DynamicLossScale
@@ -118,7 +119,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 class ParameterOffload:
     """Hooks that programs such as trl remove and register again around a generation in ``GatheredParameters``.
 
-    There are none: the engine's hooks leave gathered weights as they are.
+    There are none: the hooks of the engine leave gathered weights as they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -130,8 +131,10 @@ class ParameterOffload:
         """Do nothing: the hooks were not removed."""
 
 
-class ZeROOptimizer(DeepSpeedOptimizer):
+class ZeROOptimizer(DeepSpeedOptimizer, StatePlacement):
     """The same with ZeRO 1, 2 or 3."""
+
+    core = property(lambda self: self._engine)
 
     @property
     def parameter_offload(self) -> ParameterOffload:

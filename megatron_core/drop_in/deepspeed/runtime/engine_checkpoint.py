@@ -1,7 +1,7 @@
-"""State of ``DeepSpeedEngine``: placement, and checkpoints in our format, as ``save_dir/tag`` and ``latest``."""
+"""Checkpoints of ``DeepSpeedEngine`` in our format, as ``save_dir/tag`` and ``latest``."""
 
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.weights_file import write_weights
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.utils.logging import log_dist, logger
+from deepspeed.runtime.zero.offload_states import StatePlacement
+from deepspeed.utils.logging import logger
 from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import is_deepspeed_folder
@@ -26,20 +26,11 @@ LATEST_UNIVERSAL = "latest_universal"
 """The same for a checkpoint that DeepSpeed's ds_to_universal wrote."""
 
 
-STATES = {
-    OffloadStateTypeEnum.lp_params: "weights",
-    OffloadStateTypeEnum.hp_params: "main_weights",
-    OffloadStateTypeEnum.optim_states: "moments",
-    OffloadStateTypeEnum.lp_grads: "gradients",
-    OffloadStateTypeEnum.contiguous_grad_buffer: "gradients",
-}
-
-
 class DifferentTags(CheckpointError, AssertionError):
     """The tag of a checkpoint differs between ranks; an ``AssertionError`` in DeepSpeed."""
 
 
-class EngineCheckpoint(EngineSettings):
+class EngineCheckpoint(EngineSettings, StatePlacement):
     """Saving and loading of an engine; all ranks call each method together."""
 
     core: Engine
@@ -240,27 +231,3 @@ class EngineCheckpoint(EngineSettings):
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """As ``save_16bit_model``."""
         return self.save_16bit_model(save_dir, save_filename)
-
-    # Placement.
-
-    def offload_states(
-        self,
-        include: Container[OffloadStateTypeEnum] | None = None,
-        device: str = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move state (default: all) from a GPU to pinned memory of the host until ``reload_states``, blocking.
-
-        On a CPU the state stays where it is, and one line says so. Errors: ``ValueError`` for another ``device``.
-        """
-        if device != OffloadDeviceEnum.cpu:
-            raise ValueError(f"offload_states: device={device!r} must be 'cpu'; for nvme use offload_optimizer")
-        if self.core.world.device.type == "cpu":
-            log_dist("offload_states has no effect on a CPU: the state is in host memory", ranks=[0])
-            return
-        self.core.offload(parts=[name for state, name in STATES.items() if include is None or state in include])
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move the state of ``offload_states`` back."""
-        self.core.reload()
