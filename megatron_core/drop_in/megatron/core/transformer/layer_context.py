@@ -158,12 +158,13 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None = None, pp_rank
 def _all_stages(config: TransformerConfig, stages: int) -> list[range]:
     ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
     if ends != (None, None):
-        parallel = ParallelConfig(
-            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-            decoder_first_pipeline_num_layers=ends[0],
-            decoder_last_pipeline_num_layers=ends[1],
-        )
-        run = RunConfig(model=ModelConfig(num_layers=config.num_layers), parallel=parallel)
+        settings = {
+            "num_layers": config.num_layers,
+            "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+            "decoder_first_pipeline_num_layers": ends[0],
+            "decoder_last_pipeline_num_layers": ends[1],
+        }
+        run = RunConfig.from_flat(settings)
         found = layers_by_stage(run, 1, stages)
         if found[-1].stop != config.num_layers:
             raise LayoutError(f"the stages have {found[-1].stop} layers, but num_layers={config.num_layers}")
