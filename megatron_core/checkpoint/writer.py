@@ -5,6 +5,7 @@ Each rank writes ``rank_00000.safetensors`` into a temporary folder, flushes it 
 threads can write while training continues (``BackgroundSave``).
 """
 
+import errno
 import json
 import math
 import time
@@ -213,7 +214,7 @@ def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Pa
     leader = save.rank == 0
     run_on_all_ranks(agree, "prepare the folder of a checkpoint", save.prepare if leader else None)
     try:
-        run_on_all_ranks(agree, "write its tensors of a checkpoint", lambda: save.write(pieces))
+        run_on_all_ranks(agree, f"write its tensors of a checkpoint to {save.folder}", lambda: save.write(pieces))
         run_on_all_ranks(agree, "complete a checkpoint", save.publish if leader else None)
     except CheckpointError:
         if leader:
@@ -252,7 +253,7 @@ class BackgroundSave:
                 self._save.wait_for_reports(seconds)
                 self._save.publish()
         except Exception as error:  # even out of memory: the other ranks must be informed
-            self._problem = str(error) or type(error).__name__
+            self._problem = _with_fix(error) or type(error).__name__
             if self._save.rank == 0:
                 self._save.give_up()
             else:
@@ -275,7 +276,7 @@ class BackgroundSave:
             if self._problem:
                 raise CheckpointError(self._problem)
 
-        run_on_all_ranks(self._agree, "write its part of a checkpoint", tell)
+        run_on_all_ranks(self._agree, f"write its part of a checkpoint to {self._save.folder}", tell)
         return self._save.final
 
 
@@ -316,7 +317,13 @@ def run_on_all_ranks(agree: Agree, what: str, action: Callable[[], None] | None)
     except FAILURES as error:
         problem = error
     if not agree(problem is None):
-        raise CheckpointError(f"a rank could not {what}: {problem or ELSEWHERE}")
+        raise CheckpointError(f"a rank could not {what}: {_with_fix(problem) if problem else ELSEWHERE}")
+
+
+def _with_fix(problem: Exception) -> str:
+    """The text of an error; for a full disk with the fix."""
+    is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{problem}; free space there, or store fewer checkpoints with --keep-last" if is_full else str(problem)
 
 
 def write_safetensors(

@@ -177,7 +177,8 @@ def test_the_loop_tells_and_trains_on(
     job({"save": str(tmp_path), "async_save": True, "save_interval": interval, "train_iters": steps})
     assert failed == [2] and complete_iterations(tmp_path) == kept
     told = capsys.readouterr().out
-    assert "saving failed" in told and "No space left on device" in told
+    assert f"saving failed: a rank could not write its part of a checkpoint to {tmp_path}: " in told
+    assert "No space left on device; free space there, or store fewer checkpoints with --keep-last" in told
 
 
 def _fill_the_disk_of_rank_1(root: Path) -> str:

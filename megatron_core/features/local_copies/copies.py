@@ -44,7 +44,8 @@ def save_copies(
     run_on_all_ranks(agree, "prepare the folder of a checkpoint", partial(save.prepare, save_id) if first else None)
     try:
         written: list[str] = []
-        run_on_all_ranks(agree, "write its tensors of a checkpoint", lambda: written.append(_write(save, pieces)))
+        writing = f"write its tensors of a checkpoint to {save.folder}"
+        run_on_all_ranks(agree, writing, lambda: written.append(_write(save, pieces)))
         reports = gather_from_all_ranks(written[0], device)
         files = {rank: StoredFile(**json.loads(text)["file"]) for rank, text in enumerate(reports) if '"file"' in text}
         copies = list(_copies(save.partial, files, hosts, jump, factor))
