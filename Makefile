@@ -25,6 +25,8 @@
 # gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, measures speed, tests
 #             them and a training in each mode and layout; writes runs/gpu.json, .md and .html. GPU_FLAGS="--only train" for a part
 # wheel:      dist/*.whl, with the native libraries in it; CUDA=0 leaves out the CUDA library, half of the time
+# release:    dist/*.whl, tried in a new environment, and both images, tried as their user; CONTAINER=podman instead of docker,
+#             CONTAINER_FLAGS="--build-arg PYTHON_IMAGE=..." for other base images
 # doctor:     what is installed and works on this machine, and what else to install
 # bench:      speed compared with transformers and torch's DDP
 # bench-ops:  speed of the fused operations compared with torch eager and torch.compile
@@ -48,12 +50,13 @@ SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "
 WORKERS ?= 2
 # 0: make wheel leaves out the CUDA library.
 CUDA ?= 1
+CONTAINER ?= docker
 MINUTES ?= 60
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos schedulers monitoring docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test test-changed verify-all browser chaos schedulers monitoring docs book site site-version check cuda-check gpu wheel release doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -163,6 +166,17 @@ wheel: $(BIN)/python
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python -m twine check --strict dist/*.whl
 	@for file in dist/*.whl; do echo "$$file:"; $(BIN)/python -m zipfile --list "$$file" | grep "ops/lib/"; done
+
+release: wheel
+	rm -rf build/new
+	$(PYTHON) -m venv build/new
+	build/new/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" dist/*.whl
+	cd build && new/bin/megatron-verify --layouts "tp2 sp" "pp2 v2" "dp2 zero3" cp2
+	cd build && new/bin/megatron-train --nproc-per-node 2 --mock-data --vocab-size 256 --train-iters 20
+	$(CONTAINER) build $(CONTAINER_FLAGS) --target cpu --tag megatron-native:cpu .
+	$(CONTAINER) run --rm megatron-native:cpu megatron-train --mock-data --vocab-size 256 --train-iters 20
+	$(CONTAINER) build $(CONTAINER_FLAGS) --tag megatron-native:gpu .
+	$(CONTAINER) run --rm megatron-native:gpu megatron-doctor
 
 doctor: install
 	$(BIN)/python tools/doctor.py
