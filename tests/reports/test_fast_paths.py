@@ -47,8 +47,10 @@ def test_the_container_has_every_path_of_its_gpu() -> None:
     off = [line for line in describe_paths(HOPPER) if not line.endswith(": on")]
     assert len(off) == 1 and "32 elements" in off[0] and "10.0 and later" in off[0], "only Blackwell has that product"
     assert names_off(replace(HOPPER, capability=(10, 0)), fp8_recipe="mxfp8") == []
-    [version] = re.findall(r"whl/cu130 torch==(\S+)", (ROOT / "Dockerfile").read_text())
-    assert version == HOPPER.torch
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    [version] = re.findall(r"--no-cache-dir torch==(\S+)", dockerfile)
+    [cuda] = re.findall(r"assert torch.version.cuda == '(\S+)'", dockerfile)
+    assert f"{version}+cu{cuda.replace('.', '')}" == HOPPER.torch
 
 
 def test_an_older_torch_names_what_is_off_and_the_version_that_has_it() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from megatron_core.reports import gpu_notes
+from megatron_core.features.flex_attention import kernels as flex_kernels
 from megatron_core.reports.gpu_notes import chosen_kernel, dropout_notes
 from megatron_core.transformer import core_attention
 from megatron_core.transformer.core_attention import fused_attention
@@ -29,7 +29,7 @@ def test_the_chosen_kernel_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, choice=choice, **__: choice.value)
             names.append(chosen_kernel(config, GPU))
         assert names == ["flash attention", "cudnn attention", "math attention"]
-        monkeypatch.setattr(gpu_notes, "flex_obstacle", lambda device: None)
+        monkeypatch.setattr(flex_kernels, "flex_obstacle", lambda device: None)
         kernels = {
             "the formula for all queries and keys, as requested": {"attention_backend": "unfused"},
             "the formula in blocks of queries, because of attention_dropout": {"attention_dropout": 0.1},

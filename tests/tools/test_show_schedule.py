@@ -73,7 +73,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--schedule", "zbh1"], "'zbh1' is not a schedule; legal: gpipe"),
+        (["--schedule", "zbh1"], "'zbh1' is not a schedule; legal: 1f1b"),
         (["--schedule", "zb_v", "--chunks", "3"], "zb_v cannot have 3 chunks on each rank; legal: 2"),
         (["--microbatches", "0"], "micro-batches = 0"),
         (["--costs", "1,2"], "costs='1,2' must be F,I,W,COMM"),
