@@ -21,6 +21,7 @@ from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import training_flags
+from megatron_core.config.file import names_in
 from megatron_core.config.flags import Translation, grouped, plain
 from megatron_core.config.run import aliases, field_types
 from megatron_core.config.validate import check, without_data
@@ -70,7 +71,10 @@ def parse_args(
             )
     # The program reads --spec; load_checkpoint reads the schedule.
     config, _ = read_settings(Path(sys.argv[0]).name, without_parts(given), stored_schedule=False)
-    args = Namespace(**_others(given, config.flat()) | config.flat() | vars(extra))
+    settings = config.flat()
+    if not _names_given(given) & {"calculate_per_token_loss", "no_calculate_per_token_loss"}:
+        settings["calculate_per_token_loss"] = False  # Megatron-LM's default, which loss functions rely on
+    args = Namespace(**_others(given, settings) | settings | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:
@@ -81,6 +85,13 @@ def parse_args(
     _set_generation(args)
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
+
+
+def _names_given(args: list[str]) -> set[str]:
+    """The names of the flags in ``args``, and of the settings in the file of ``--config``."""
+    flags = {plain(flag): values for flag, values in grouped(args)}
+    path = (flags.get("config") or [None])[-1]
+    return set(flags) if path is None else set(flags) | names_in(path)
 
 
 def without_parts(args: list[str]) -> list[str]:
