@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import dist_checkpointing, mpu
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -349,3 +351,15 @@ def test_stages_and_strategies(tmp_path: Path) -> None:
     dist_checkpointing.save({"a": 1}, tmp_path, saves)
     loads = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(tmp_path), None)
     assert dist_checkpointing.load({"a": 0}, tmp_path, loads) == {"a": 1}
+
+
+def test_programs_may_pass_the_blends_of_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``pretrain_gpt.py`` of Megatron Core 0.8, which tests each blend itself for None."""
+    monkeypatch.setattr(sys, "argv", f"{COMMON} --data-path text --split 8,1,1".split())
+    args = parse_args()
+    each = [get_blend_from_list(given) for given in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+    blend = get_blend_from_list(args.data_path)
+    config = BlendedMegatronDatasetConfig(
+        random_seed=1, sequence_length=8, blend=blend, blend_per_split=each, split=args.split
+    )
+    assert (config.blend, config.blend_per_split, config.mock) == ((["text"], None), [None] * 3, False)
