@@ -42,7 +42,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, initialize_megatron, pretrain, training
-from megatron.training.arguments import core_transformer_config_from_args, parse_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.training import evaluate, get_model, train_step
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
@@ -363,3 +363,17 @@ def test_programs_may_pass_the_blends_of_all_flags(monkeypatch: pytest.MonkeyPat
         random_seed=1, sequence_length=8, blend=blend, blend_per_split=each, split=args.split
     )
     assert (config.blend, config.blend_per_split, config.mock) == ((["text"], None), [None] * 3, False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "pattern"), [("", 1), ("--moe-layer-freq 2", 2), ("--moe-layer-freq ([0]+[1]*3)", [0, 1, 1, 1])]
+)
+def test_patterns_of_layers_have_the_types_of_megatron(
+    monkeypatch: pytest.MonkeyPatch, flag: str, pattern: Any
+) -> None:
+    """Copies of Megatron-LM's count of FLOPs refuse others than an int or a list."""
+    monkeypatch.setattr(sys, "argv", f"{COMMON} --num-experts 2 {flag}".split())
+    args = validate_args(parse_args())
+    assert (args.moe_layer_freq, args.no_rope_freq) == (pattern, None)
+    assert isinstance(args.moe_layer_freq, int | list)
+    assert core_transformer_config_from_args(args).moe_layer_freq == pattern
