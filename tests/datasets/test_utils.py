@@ -22,6 +22,7 @@ def test_normalized_weights() -> None:
 
 def test_blends_from_lists() -> None:
     assert get_blend_from_list(None) is None
+    assert get_blend_from_list(()) is None, "args.data_path of a launch without --data-path"
     assert get_blend_from_list(["30", "a", "70", "b"]) == (["a", "b"], [30.0, 70.0])
     assert get_blend_from_list([30, "a", 70, " b "]) == (["a", "b"], [30.0, 70.0])
     assert get_blend_from_list(["a", "b", "c"]) == (["a", "b", "c"], None)

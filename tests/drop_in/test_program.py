@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import dist_checkpointing, mpu
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -40,7 +42,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, initialize_megatron, pretrain, training
-from megatron.training.arguments import core_transformer_config_from_args, parse_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.training import evaluate, get_model, train_step
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
@@ -349,3 +351,29 @@ def test_stages_and_strategies(tmp_path: Path) -> None:
     dist_checkpointing.save({"a": 1}, tmp_path, saves)
     loads = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(tmp_path), None)
     assert dist_checkpointing.load({"a": 0}, tmp_path, loads) == {"a": 1}
+
+
+def test_programs_may_pass_the_blends_of_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``pretrain_gpt.py`` of Megatron Core 0.8, which tests each blend itself for None."""
+    monkeypatch.setattr(sys, "argv", f"{COMMON} --data-path text --split 8,1,1".split())
+    args = parse_args()
+    each = [get_blend_from_list(given) for given in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+    blend = get_blend_from_list(args.data_path)
+    config = BlendedMegatronDatasetConfig(
+        random_seed=1, sequence_length=8, blend=blend, blend_per_split=each, split=args.split
+    )
+    assert (config.blend, config.blend_per_split, config.mock) == ((["text"], None), [None] * 3, False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "pattern"), [("", 1), ("--moe-layer-freq 2", 2), ("--moe-layer-freq ([0]+[1]*3)", [0, 1, 1, 1])]
+)
+def test_patterns_of_layers_have_the_types_of_megatron(
+    monkeypatch: pytest.MonkeyPatch, flag: str, pattern: Any
+) -> None:
+    """Copies of Megatron-LM's count of FLOPs refuse others than an int or a list."""
+    monkeypatch.setattr(sys, "argv", f"{COMMON} --num-experts 2 {flag}".split())
+    args = validate_args(parse_args())
+    assert (args.moe_layer_freq, args.no_rope_freq) == (pattern, None)
+    assert isinstance(args.moe_layer_freq, int | list)
+    assert core_transformer_config_from_args(args).moe_layer_freq == pattern

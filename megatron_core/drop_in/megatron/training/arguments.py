@@ -21,6 +21,7 @@ from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import training_flags
+from megatron_core.config.file import names_in
 from megatron_core.config.flags import Translation, grouped, plain
 from megatron_core.config.run import aliases, field_types
 from megatron_core.config.validate import check, without_data
@@ -38,6 +39,8 @@ GENERATION = {
     "inference_logging_step_interval": 0,
 }
 """Defaults of Megatron-LM's flags of generation."""
+LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+"""Attributes that are a number n for every n-th layer, or a list with an entry for each layer."""
 _TABLES = read_table(__file__)
 DEFAULTS: dict[str, Any] = _TABLES["values"]
 """Values of flags that are not given, other than None and False."""
@@ -70,7 +73,15 @@ def parse_args(
             )
     # The program reads --spec; load_checkpoint reads the schedule.
     config, _ = read_settings(Path(sys.argv[0]).name, without_parts(given), stored_schedule=False)
-    args = Namespace(**_others(given, config.flat()) | config.flat() | vars(extra))
+    settings = config.flat()
+    flags = {plain(flag): values for flag, values in grouped(given)}
+    names = set(flags) | (names_in(flags["config"][-1]) if "config" in flags else set())
+    if not names & {"calculate_per_token_loss", "no_calculate_per_token_loss"}:
+        settings["calculate_per_token_loss"] = False  # Megatron-LM's default, which loss functions rely on
+    for name in LAYER_PATTERNS:
+        values = settings[name]  # programs test for an int or a list
+        settings[name] = values and (values[0] if len(values) == 1 and values[0] else list(values))
+    args = Namespace(**_others(given, settings) | settings | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:
@@ -199,9 +210,6 @@ def _translate_attributes(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if getattr(args, "recompute_activations", False):
         args.recompute_granularity = "selective"
-    for name in ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"):
-        if isinstance(value := getattr(args, name, None), int | list):
-            setattr(args, name, (value,) if isinstance(value, int) else tuple(value))
     if isinstance(backend := getattr(args, "attention_backend", None), bool | AttnBackend):  # a bool: of accelerate
         args.attention_backend = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
     if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
@@ -210,4 +218,8 @@ def _translate_attributes(args: Namespace) -> None:
 
 def run_config_of(args: Namespace) -> RunConfig:
     """Return the engine's configuration from the attributes with names of its settings."""
-    return RunConfig.from_flat({name: getattr(args, name) for name in field_types() if hasattr(args, name)})
+    settings = {name: getattr(args, name) for name in field_types() if hasattr(args, name)}
+    for name in LAYER_PATTERNS:
+        if isinstance(value := settings.get(name), int | list):
+            settings[name] = (value,) if isinstance(value, int) else tuple(value)
+    return RunConfig.from_flat(settings)

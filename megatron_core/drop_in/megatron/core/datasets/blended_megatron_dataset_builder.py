@@ -30,9 +30,11 @@ class Split(Enum):
 def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
     """Return (prefixes, weights or None) of a list `weight prefix weight prefix ...` or of prefixes only.
 
+    None for a list without entries, such as ``args.data_path`` of a launch without ``--data-path``.
+
     Raises ConfigError if some but not all of the weights are numbers.
     """
-    if blend is None:
+    if not blend:
         return None
     weights, prefixes = parse_blend([str(item) for item in blend])
     return list(prefixes), None if weights is None else list(weights)
