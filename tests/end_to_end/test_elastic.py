@@ -187,6 +187,21 @@ def test_spare_ranks_end_with_the_others(fault: list[str], statuses: list[int], 
     assert "on 2 ranks, and 1 spare" in logs[0].read_text()
 
 
+def test_an_elastic_run_has_the_bits_of_another_run(tmp_path: Path) -> None:
+    states = []
+    for name, settings in (("elastic", {"elastic": True}), ("fixed", {})):
+        folder = tmp_path / name
+        logs = [tmp_path / f"{name}{rank}" for rank in range(2)]
+        with ranks_without_launcher(logs, save=str(folder), load=str(folder), train_iters=3, **settings) as ranks:
+            for rank in ranks:
+                rank.join(300)
+            assert [rank.exitcode for rank in ranks] == [0, 0], [log.read_text() for log in logs]
+        states.append(stored(folder / "iter_0000003"))
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[1].items():
+        torch.testing.assert_close(states[0][name], tensor, rtol=0.0, atol=0.0, msg=name)
+
+
 @pytest.mark.whole_matrix
 @needs_proc
 def test_nodes_go_and_come(tmp_path: Path) -> None:  # C31

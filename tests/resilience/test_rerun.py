@@ -114,6 +114,12 @@ def test_a_replayed_step_is_validated_too() -> None:
     assert verdicts and skipped == [int(each) for each in verdicts] and not stopped
 
 
+def test_replayed_steps_change_no_bit(undisturbed: dict[int, float]) -> None:
+    taken, skipped, said, _ = on_ranks(2, **RERUN, replay_interval=1)[0]
+    assert taken == undisturbed and not skipped
+    assert "wrong values" not in said
+
+
 def test_a_replay_needs_another_copy() -> None:
     config = tiny_config(**SETTINGS | RERUN | {"replay_interval": 2})
     run = SimpleNamespace(config=config, world=World(0, 1, 0, torch.device("cpu")), groups=Groups())

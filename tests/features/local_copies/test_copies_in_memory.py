@@ -160,6 +160,15 @@ def test_hosts_of_several_ranks(tmp_path: Path) -> None:
     assert "from the memory of" in resume(tmp_path, 2, ranks=4, steps=1, **settings)
 
 
+def test_three_copies_survive_the_loss_of_two_hosts(tmp_path: Path) -> None:
+    settings = {"global_batch_size": 12, "replication": True, "replication_factor": 3}
+    run_ranks(3, _first_run, tmp_path, settings)
+    for host in (0, 1):
+        shutil.rmtree(tmp_path / f"host{host}")
+    output = resume(tmp_path, 2, ranks=3, steps=1, **settings)
+    assert "loading iteration 2 from the memory of 1 of 3 hosts" in output
+
+
 def test_if_all_hosts_are_lost_the_disk_is_taken(saved: Path) -> None:
     for host in (0, 1):
         shutil.rmtree(saved / f"host{host}")
