@@ -327,7 +327,7 @@ IN_RECURRENCES = (
     Defect(
         "tokens of other ranks come without their gates",
         f"{SHARED}._mix",
-        argument("tokens_before", 0, "own[..., -self.convolved:]"),
+        argument("tokens_before", 0, "sequences[..., -self.convolved:]"),
         "lfm2, cp2",
         culprit=FIRST,
     ),

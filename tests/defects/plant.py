@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.defects.patch import Patch, Text
-from tests.defects.source import compiled, definition_of, exchanged, function_of, source_of
+from tests.defects.source import compiled, definition_of, exchanged, function_of, source_of, unknown_names
 
 
 @contextmanager
@@ -24,5 +24,9 @@ def planted(target: str, patch: Patch | Text | str, new: str | None = None) -> I
         definition = definition_of(function, patch.changed(source_of(function)[0], function.__qualname__))
     else:
         definition = patch(definition_of(function))
-    with exchanged(function, compiled(function, definition)):
+    code = compiled(function, definition)
+    # Its NameError would count as a defect that was caught.
+    unknown = unknown_names(function, code)
+    assert not unknown, f"{target} has no {', '.join(sorted(unknown))}"
+    with exchanged(function, code):
         yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import dis
 import gc
 import inspect
 import sys
@@ -59,6 +61,20 @@ def compiled(function: FunctionType, definition: ast.FunctionDef) -> CodeType:
 
 def _inner(code: CodeType) -> CodeType:
     return next(constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def unknown_names(function: FunctionType, code: CodeType) -> set[str]:
+    """Global names in changed code that do not exist: those of variables which were renamed in the source."""
+    parts = [code]
+    for part in parts:
+        parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
+    names = {
+        instruction.argval
+        for part in parts
+        for instruction in dis.get_instructions(part)
+        if instruction.opname == "LOAD_GLOBAL"
+    }
+    return names - function.__globals__.keys() - vars(builtins).keys()
 
 
 @contextmanager

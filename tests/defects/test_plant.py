@@ -66,6 +66,14 @@ def test_refuses_what_is_not_there_exactly_once(old: str, times: int) -> None:
     assert clip_factor.__code__ is healthy
 
 
+def test_refuses_names_that_the_source_does_not_have() -> None:
+    with (
+        pytest.raises(AssertionError, match="clip_factor has no norm_of_all"),
+        planted(CLIP, "limit /", "norm_of_all /"),
+    ):
+        pass
+
+
 def test_methods_that_call_super() -> None:
     with planted("tensor_parallel.dropout:KeyedDropout.__init__", "self.p = p", "self.p = p / 2"):
         assert KeyedDropout(0.5, 1, "here").p == 0.25
