@@ -107,6 +107,8 @@ class Feature:
     fast_restarts: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``training.fast_restarts.FastRestarts``, by the value of --non-persistent-ckpt-type.
     """
+    saver: str | None = None
+    """Hook: class derived from ``training.saving.CheckpointSaver``, in its place."""
     urls: str | None = None
     """Hook: class derived from ``locations.ObjectPath``, constructed with a URL, for the places that URLs name."""
     token_files: str | None = None

@@ -3,6 +3,7 @@
 from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage, vocabularies
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
+from megatron_core.features.background_saves import BACKGROUND_SAVES
 from megatron_core.features.batch_growth import BATCH_GROWTH
 from megatron_core.features.bf16_state import BF16_STATE
 from megatron_core.features.compilation import COMPILATION
@@ -51,6 +52,7 @@ from megatron_core.features.value_head import VALUE_HEAD
 FEATURES = (
     AS_MEGATRON,
     AVERAGES,
+    BACKGROUND_SAVES,
     BATCH_GROWTH,
     BF16_STATE,
     COMPILATION,

@@ -36,6 +36,8 @@ from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
+LEAVE_SECONDS = 60.0
+"""Time limit for completing a save in the background when the process ends with an error."""
 NOTE_KINDS = (
     "differs from Megatron-LM",
     "fast path off",
@@ -131,7 +133,7 @@ def start_once(config: RunConfig, world: World, job: Job) -> None:
     try:
         job.train(run)
     finally:
-        run.saver.leave()
+        run.saver.join(LEAVE_SECONDS)
 
 
 def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> None:

@@ -13,8 +13,8 @@ import pytest
 from megatron_core.checkpoint import Save, find_checkpoint, open_newest, save_checkpoint
 from megatron_core.checkpoint.folder import TRACKER, complete_iterations
 from megatron_core.checkpoint.hashes import StoredFile, damaged_files
-from megatron_core.checkpoint.snapshot import Snapshot
 from megatron_core.errors import CheckpointError
+from megatron_core.features.background_saves.snapshot import Snapshot
 from tests.checkpoint.operations import file_operations
 from tests.checkpoint.test_damage import piece, read, write
 from tests.checkpoint.test_integrity import CPU, TENSORS, flip
@@ -256,7 +256,7 @@ DEFECTS = (
     ),
     Defect(
         "a snapshot is the weights themselves",
-        "checkpoint.snapshot:Snapshot.take",
+        "features.background_saves.snapshot:Snapshot.take",
         "memory=room.view(piece.memory.dtype).view(piece.memory.shape)",
         "memory=piece.memory",
         a_snapshot_stays_as_it_was,
