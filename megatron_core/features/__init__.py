@@ -12,6 +12,7 @@ from megatron_core.features.context_parallelism import CONTEXT_PARALLELISM
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.data_phases import DATA_PHASES
+from megatron_core.features.device_draws import DEVICE_DRAWS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
@@ -61,6 +62,7 @@ FEATURES = (
     CONVERSATIONS,
     CUDA_GRAPHS,
     DATA_PHASES,
+    DEVICE_DRAWS,
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
