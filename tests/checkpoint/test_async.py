@@ -128,7 +128,7 @@ def test_a_late_copy_is_of_the_step_that_asked_for_it(tmp_path: Path) -> None:  
     ("target", "old", "new", "kind"),
     [
         ("optimizer.sharded:Optimizer.step", "self.before_update()", "pass", "zero 1"),
-        ("features.background_saves.saver:BackgroundSave.wait_until_copied", "self._copied.wait()", "pass", "zero 1"),
+        ("features.background_saves.saver:BackgroundSaver._wait_until_copied", "self._copied.wait()", "pass", "zero 1"),
     ],
     ids=["the update does not wait", "the wait is none"],
 )
