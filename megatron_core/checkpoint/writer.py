@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Box, TensorBox
+from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import iteration_folder, rank_file, refuse_foreign, track
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
@@ -219,34 +219,6 @@ def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Pa
         if leader:
             save.give_up()
         raise
-    return save.final
-
-
-def save_tensors(
-    folder: Path,
-    iteration: int,
-    entries: Iterable[Entry],
-    tensors: Iterable[Tensor],
-    state: Mapping[str, Any],
-    *,
-    extra_files: Mapping[str, Path] | None = None,
-) -> Path:
-    """Write a checkpoint of whole ``tensors``, produced one at a time by this process; returns its folder.
-
-    ``entries`` are their names, dtypes and global shapes.
-    """
-    entries = list(entries)
-    save = Save(folder, iteration, state, extra_files=extra_files or {})
-    keys = [(box_key(name, Box((0,) * len(shape), shape)), dtype, shape) for name, dtype, shape in entries]
-    try:
-        save.prepare()
-        save.write_tensors(keys, tensors, {name: shape for name, _, shape in entries})
-        save.publish()
-    except OSError as error:
-        raise CheckpointError(f"{save.final} cannot be written: {error}") from error
-    finally:
-        # After a success the folder has its final name, and there is nothing to delete.
-        save.give_up()
     return save.final
 
 

@@ -21,6 +21,7 @@ from megatron_core.locations import location, real
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.compatibility import (
+    CPU,
     changed_settings,
     check_features,
     check_same_model,
@@ -34,8 +35,6 @@ from megatron_core.training.compatibility import (
 )
 from megatron_core.training.fast_restarts import fast_restarts
 from megatron_core.training.parts import weights_saved_alone
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -223,10 +222,3 @@ def held_weights(data: DataParallel) -> Iterator[TensorBox]:
 def saved_pieces(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
     """The pieces of weights that checkpoints contain."""
     return (piece for piece in pieces if data.is_saved(piece.name))
-
-
-def held_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
-    """All pieces of this rank, with those that other ranks hold, too."""
-    yield from saved_pieces(data, held_weights(data))
-    yield from () if optimizer is None else optimizer_pieces(optimizer)
-    yield from () if data.compressor is None else data.compressor.pieces(data)
