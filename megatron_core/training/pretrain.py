@@ -38,11 +38,8 @@ from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 LEAVE_SECONDS = 60.0
 """Time limit for completing a save in the background when the process ends with an error."""
-NOTE_KINDS = (
-    "differs from Megatron-LM",
-    "fast path off",
-    "without effect",
-)  # the start prints notes by kind, then advice
+NOTE_KINDS = "differs from Megatron-LM", "fast path off", "without effect"
+"""Beginnings of the notes that the start prints first, in this order."""
 
 
 def read_settings(

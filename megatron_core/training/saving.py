@@ -260,11 +260,8 @@ class CheckpointSaver:
 
     def _write_other_format(self, native: Path) -> None:
         """Write the complete checkpoint ``native`` in ``ckpt_format`` too, if it is due; each rank writes a share."""
-        settings, form, folder = (
-            self.config.checkpoint,
-            self.config.checkpoint.ckpt_format,
-            self._folder_of_other_format,
-        )
+        settings, folder = self.config.checkpoint, self._folder_of_other_format
+        form = settings.ckpt_format
         # Checkpoints for a fast restart are in another folder, and are soon replaced.
         if form == "native" or folder is None or native.parent != self.folder:
             return
