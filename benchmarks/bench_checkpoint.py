@@ -38,8 +38,9 @@ from megatron_core.checkpoint.hashes import READ_BYTES
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.reports.checks import RunChecks
+from megatron_core.resilience.state_copies import held_pieces
 from megatron_core.training.setup import set_up
-from megatron_core.training.state import CPU, held_pieces, other_pieces, updated_pieces
+from megatron_core.training.state import CPU, other_pieces, updated_pieces
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 

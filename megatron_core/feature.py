@@ -107,6 +107,10 @@ class Feature:
     fast_restarts: Mapping[str, str] = field(default_factory=dict)
     """Hooks: classes derived from ``training.fast_restarts.FastRestarts``, by the value of --non-persistent-ckpt-type.
     """
+    draw_weights: str | None = None
+    """Hook: a function as ``features.device_draws.draws.fill_normal``, which draws initial weights on their device."""
+    saver: str | None = None
+    """Hook: class derived from ``training.saving.CheckpointSaver``, in its place."""
     urls: str | None = None
     """Hook: class derived from ``locations.ObjectPath``, constructed with a URL, for the places that URLs name."""
     token_files: str | None = None

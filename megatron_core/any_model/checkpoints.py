@@ -21,7 +21,7 @@ from megatron_core.features.fp8.amax_history import AmaxHistories, pieces_to_loa
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.training.loading import load_state
-from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.saving import CheckpointSaver, make_saver
 from megatron_core.training.state import TrainState, open_checkpoint
 
 CHANGED_BY_SCHEDULERS = ("lr", "betas", "momentum")
@@ -62,7 +62,7 @@ class EngineCheckpoints:
         name = folder_name(folder)
         if name not in self._savers:
             config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
-            self._savers[name] = CheckpointSaver(
+            self._savers[name] = make_saver(
                 config,
                 self._data,
                 self._optimizer,

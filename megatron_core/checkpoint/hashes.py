@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +57,7 @@ class _DiskFile:
         self._file.close()
 
 
-class HashingFile:
+class HashingFile(AbstractContextManager["HashingFile"]):
     """Hashes a new file or object while writing it; a context manager. It is stored after ``close``."""
 
     def __init__(self, path: Path) -> None:
@@ -64,9 +65,6 @@ class HashingFile:
         self._file = _DiskFile(path) if remote is None else remote.writer()
         self._hash = xxh3_128()
         self._size = 0
-
-    def __enter__(self) -> HashingFile:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._file.discard()
@@ -130,11 +128,6 @@ def content_hash(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
-
-
-def damaged_files(folder: Path, files: Mapping[str, StoredFile], *, share: int = 0, shares: int = 1) -> list[str]:
-    """The sentences of ``damage``."""
-    return list(damage(folder, files, share=share, shares=shares).values())
 
 
 def damage(folder: Path, files: Mapping[str, StoredFile], *, share: int = 0, shares: int = 1) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.chunks import page_cache_of
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
-from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
+from megatron_core.checkpoint.hashes import damage, inside, wrong_sizes
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.checkpoint.one_pass import OnePass
 from megatron_core.checkpoint.state_reader import StateReader
@@ -39,9 +39,6 @@ class CheckpointReader(StateReader):
         """Whether the hashes of the files with tensors have been compared, or need not be."""
         self._files: dict[str, safe_open] = {}
         self._open = ExitStack()
-
-    def __enter__(self) -> CheckpointReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -70,10 +67,10 @@ class CheckpointReader(StateReader):
         files = self.manifest.files
         self.is_hashed = with_tensors
         if with_tensors:
-            return damaged_files(self.folder, files, share=share, shares=shares)
+            return [*damage(self.folder, files, share=share, shares=shares).values()]
         without_tensors = {name: file for name, file in files.items() if name not in self.manifest.files_of_tensors}
         sizes = wrong_sizes(self.folder, files) if is_first else []
-        return [*sizes, *damaged_files(self.folder, without_tensors, share=share, shares=shares)]
+        return [*sizes, *damage(self.folder, without_tensors, share=share, shares=shares).values()]
 
     def read(self, name: str) -> Tensor:
         """Read the whole tensor ``name`` in its stored dtype."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from megatron_core.checkpoint.boxes import TensorBox
 
@@ -24,7 +25,7 @@ class StateReader:
     state: Mapping[str, Any]
     """Counters and settings as in a manifest; with ``only_weights``, ``vocab_size`` and the ``config`` of the model."""
 
-    def __enter__(self) -> StateReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -2,7 +2,7 @@
 
 Each rank writes ``rank_00000.safetensors`` into a temporary folder, flushes it to disk, and stores the file's hash in
 ``rank_00000.report``. Rank 0 writes the manifest once all reports exist. No collective is needed in between, so that
-threads can write while training continues (``BackgroundSave``).
+threads can write while training continues (``features.background_saves``).
 """
 
 import errno
@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import Box, TensorBox
+from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import iteration_folder, rank_file, refuse_foreign, track
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
@@ -223,91 +222,6 @@ def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Pa
     return save.final
 
 
-class BackgroundSave:
-    """A checkpoint that a thread copies and writes while training continues.
-
-    ``snapshot``: this rank's pieces and the function that completes their copies, from ``Snapshot.take``. Call
-    ``wait_until_copied`` before changing the tensors. ``seconds``: how long rank 0 waits for another rank's report. All
-    ranks construct it together, and call ``finish`` together.
-    """
-
-    def __init__(self, save: Save, snapshot: tuple[list[TensorBox], Callable[[], None]], agree: Agree, seconds: float):
-        self._save = save
-        self._agree = agree
-        self._problem = ""
-        self._copied = Event()
-        run_on_all_ranks(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
-        # A daemon: after an error the process must not wait for a slow disk without a limit (``join``).
-        self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self, pieces: list[TensorBox], complete: Callable[[], None], seconds: float) -> None:
-        try:
-            try:
-                complete()
-            finally:
-                # Also after an error: the step waits for this event, and training continues without the checkpoint.
-                self._copied.set()
-            self._save.write(pieces)
-            if self._save.rank == 0:
-                self._save.wait_for_reports(seconds)
-                self._save.publish()
-        except Exception as error:  # even out of memory: the other ranks must be informed
-            self._problem = _with_fix(error) or type(error).__name__
-            if self._save.rank == 0:
-                self._save.give_up()
-            else:
-                self._save.fail(self._problem)
-
-    def wait_until_copied(self) -> None:
-        """Wait until this rank may change weights and optimizer state."""
-        self._copied.wait()
-
-    def join(self, seconds: float | None = None) -> bool:
-        """Wait for this rank's thread; returns whether it has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def finish(self) -> Path:
-        """Wait until the checkpoint is complete; returns its folder. Errors: ``CheckpointError`` on all ranks."""
-        self.join()
-
-        def tell() -> None:
-            if self._problem:
-                raise CheckpointError(self._problem)
-
-        run_on_all_ranks(self._agree, f"write its part of a checkpoint to {self._save.folder}", tell)
-        return self._save.final
-
-
-def save_tensors(
-    folder: Path,
-    iteration: int,
-    entries: Iterable[Entry],
-    tensors: Iterable[Tensor],
-    state: Mapping[str, Any],
-    *,
-    extra_files: Mapping[str, Path] | None = None,
-) -> Path:
-    """Write a checkpoint of whole ``tensors``, produced one at a time by this process; returns its folder.
-
-    ``entries`` are their names, dtypes and global shapes.
-    """
-    entries = list(entries)
-    save = Save(folder, iteration, state, extra_files=extra_files or {})
-    keys = [(box_key(name, Box((0,) * len(shape), shape)), dtype, shape) for name, dtype, shape in entries]
-    try:
-        save.prepare()
-        save.write_tensors(keys, tensors, {name: shape for name, _, shape in entries})
-        save.publish()
-    except OSError as error:
-        raise CheckpointError(f"{save.final} cannot be written: {error}") from error
-    finally:
-        # After a success the folder has its final name, and there is nothing to delete.
-        save.give_up()
-    return save.final
-
-
 def run_on_all_ranks(agree: Agree, what: str, action: Callable[[], None] | None) -> None:
     """Run ``action`` on this rank; if it fails on any rank, raise an error on all of them instead of hanging."""
     problem: Exception | None = None
@@ -317,10 +231,10 @@ def run_on_all_ranks(agree: Agree, what: str, action: Callable[[], None] | None)
     except FAILURES as error:
         problem = error
     if not agree(problem is None):
-        raise CheckpointError(f"a rank could not {what}: {_with_fix(problem) if problem else ELSEWHERE}")
+        raise CheckpointError(f"a rank could not {what}: {with_fix(problem) if problem else ELSEWHERE}")
 
 
-def _with_fix(problem: Exception) -> str:
+def with_fix(problem: Exception) -> str:
     """The text of an error; for a full disk with the fix."""
     is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{problem}; free space there, or store fewer checkpoints with --keep-last" if is_full else str(problem)

@@ -227,14 +227,3 @@ _loaded = cache(load_hook)
 
 QUERY_BLOCK = 256
 """Queries whose attention weights are in memory together if dropout or bounded scores exclude the fused path."""
-
-
-def computed_weights(model: ModelConfig, length: int) -> int:
-    """Attention weights per head that are computed for a sequence if attention is not fused.
-
-    The reference computes all of them; blocks of queries only those of the keys up to the last query of the block.
-    """
-    if model.attention_backend == "unfused":
-        return length**2
-    starts = range(0, length, QUERY_BLOCK)
-    return sum(min(QUERY_BLOCK, length - start) * min(start + QUERY_BLOCK, length) for start in starts)

@@ -53,8 +53,6 @@ class CheckpointConfig(Extensible):
     torch.distributed.checkpoint. They are all kept. Training waits while they are written, also with --async-save."""
     ckpt_format_interval: int | None = setting(None, r.COUNT, needs=c.OTHER_FORMAT)
     """With --ckpt-format: write the other format only at steps that are multiples of this; default: each checkpoint."""
-    async_save: bool = setting(False, needs=c.SAVE, when=c.TRAINING, is_refinement=True)
-    """Copy checkpoints to the host's memory and write them in the background during the next steps."""
     non_persistent_save_interval: int | None = setting(None, r.COUNT, needs=c.SAVE)
     """With --save: steps between checkpoints for a fast restart; only the newest one is kept."""
     non_persistent_ckpt_type: Literal["global", "local"] = setting("global", needs=c.FAST_RESTART)

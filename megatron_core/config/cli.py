@@ -1,14 +1,10 @@
 """Parses the command line into a ``RunConfig``: flags (by tyro), ``--config`` files, Megatron-LM's spellings."""
 
-import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
 from functools import cache
-from pathlib import Path
-from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeAlias, get_type_hints
 
 import tyro
@@ -16,7 +12,6 @@ import tyro
 from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
-from megatron_core.config.help import WITHOUT_BOXES, field_texts, first_screen, requested_topic, shown
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, aliases, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
@@ -26,10 +21,6 @@ from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-HELP_COLUMNS = 100
-"""Largest width of the help."""
-# Both --x and --no-x are accepted; the help shows only the one that changes the default.
-_SHORT_HELP = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +132,14 @@ def _parse(
 ) -> tuple[CommandLine, list[str]]:
     """The settings, and a message for each flag that was left out because it cannot be used."""
     words, is_final = list(sys.argv[1:] if args is None else args), defaults is not None
-    topic = requested_topic(words)
+    topic = _requested_topic(words)
     if words[:1] == [PRINT_COMPLETION]:
         complete, defaults = _with_features(line_class), defaults or RunConfig()
         parse_flags(complete, prog=prog, args=words, default=complete(**defaults.sections()), config=_FLAT)  # exits
     if topic is not None:
-        _print_help(_with_features(line_class), topic, prog, defaults or RunConfig())
+        from megatron_core.config.help import help_text  # only here: no other program reads its tables
+
+        _print_help(help_text(_with_features(line_class), topic, prog, defaults or RunConfig()))
     # tyro ends the program at the first flag that it does not know; here all faults are collected for one message.
     translation = Translation.of(words, _types(line_class))
     path = _last_value(translation.flags, "--config")
@@ -230,53 +223,23 @@ def refinements() -> set[str]:
     return {name for name, declared in settings().items() if declared.is_refinement}
 
 
-def _print_help(line_class: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
-    """Print the help about ``topic`` on the first rank and exit with 0, also if the output pipe is closed early."""
-    text = _complete_help(line_class, topic, prog, defaults) if topic else _first_screen(line_class, prog)
-    if "utf" not in (sys.stdout.encoding or "").lower():
-        text = text.translate(WITHOUT_BOXES)
+def _requested_topic(args: Sequence[str]) -> str | None:
+    """Return the word after ``--help`` or ``-h``: "" if there is none, None without ``--help``."""
+    index = next((index for index, word in enumerate(args) if word in ("--help", "-h")), None)
+    if index is None:
+        return None
+    word = args[index + 1] if index + 1 < len(args) else ""
+    return "" if word.startswith("-") else word
+
+
+def _print_help(text: str) -> NoReturn:
+    """Print the help on the first rank and exit with 0, also if the output pipe is closed early."""
     try:
         if _is_first_rank():
             print(text, flush=True)
     except BrokenPipeError:
         discard(sys.stdout)
     sys.exit(0)
-
-
-def _complete_help(line_class: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> str:
-    """The part of tyro's help about ``topic``."""
-    complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
-    with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
-        default, description = line_class(**defaults.sections()), _description(prog)
-        parse_flags(
-            line_class, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
-        )
-    complete.seek(0)
-    return shown(complete.read(), topic)
-
-
-def _first_screen(line_class: type[_CommandLine], prog: str) -> str:
-    """The first screen of the help; without tyro, which reads the sources of all settings and formats each."""
-    sections = {name: hint for name, hint in get_type_hints(line_class).items() if is_dataclass(hint)}
-    sizes = {name: len(fields(section)) for name, section in sections.items()}
-    single_flags = [row.name for row in fields(line_class) if row.name not in sections and row.name != "features"]
-    usage = f"usage: {Path(prog).name} [-h] [OPTIONS]"
-    head = [usage, *filter(None, _description(prog).splitlines())]
-    return first_screen(head, {"": len(single_flags)} | sizes, field_texts(line_class))
-
-
-@contextmanager
-def _columns(number: int) -> Iterator[None]:
-    """Let tyro use this width; on wider terminals it prints several boxes side by side."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(number)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["COLUMNS"]
-        else:
-            os.environ["COLUMNS"] = before
 
 
 def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
@@ -300,20 +263,6 @@ def _types(line_class: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
     dry = get_type_hints(DryRun) if issubclass(line_class, _TrainingCommandLine) else {}
     return field_types() | command_line() | dry
-
-
-def _description(prog: str) -> str:
-    """The help's first lines."""
-    script = Path(prog).name
-    alone, several = f"python {script}", f"torchrun --nproc-per-node 2 {script}"
-    if not script.endswith(".py"):
-        alone, several = script, f"{script} --nproc-per-node 2"
-    return (
-        "Settings come from defaults, then --model-preset or --depth, then --config FILE, then flags.\n\n"
-        "Hyphens and underscores are equivalent; every switch --x can be turned off with --no-x.\n\n"
-        f"One process:  {alone} --mock-data --vocab-size 256 --train-iters 20\n\n"
-        f"Two ranks:  {several} --tensor-model-parallel-size 2 ..."
-    )
 
 
 def _is_first_rank() -> bool:

@@ -5,15 +5,34 @@ tyro prints a box for each group of settings, with a text for each flag; ``shown
 
 import ast
 import inspect
+import io
+import os
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any, get_type_hints
 
-ALL = "all"
-"""The topic of the complete help."""
+import tyro
+
+from megatron_core.config.run import RunConfig
+from megatron_core.config.values import ALL
+from megatron_core.terminal import parse_flags
+
+HELP_COLUMNS = 100
+"""Largest width of the help."""
+# Both --x and --no-x are accepted; the help shows only the one that changes the default.
+_SHORT_HELP = (
+    *(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    *(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+)
+
 MOST_USED = {
     "": ("config", "model_preset", "depth"),
     "model": (
@@ -58,13 +77,60 @@ class _Group:
         return [self.frame, *self.about, *(line for flag in flags for line in flag), f"╰{'─' * (len(self.frame) - 2)}╯"]
 
 
-def requested_topic(args: Sequence[str]) -> str | None:
-    """Return the word after ``--help`` or ``-h``: "" if there is none, None without ``--help``."""
-    index = next((index for index, word in enumerate(args) if word in ("--help", "-h")), None)
-    if index is None:
-        return None
-    word = args[index + 1] if index + 1 < len(args) else ""
-    return "" if word.startswith("-") else word
+def help_text(line_class: Any, topic: str, prog: str, defaults: RunConfig) -> str:
+    """The help about ``topic``, or with "" its first screen, for the class of a command line."""
+    text = _complete_help(line_class, topic, prog, defaults) if topic else _first_screen(line_class, prog)
+    return text if "utf" in (sys.stdout.encoding or "").lower() else text.translate(WITHOUT_BOXES)
+
+
+def _complete_help(line_class: Any, topic: str, prog: str, defaults: RunConfig) -> str:
+    """The part of tyro's help about ``topic``."""
+    complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
+    with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
+        default, description = line_class(**defaults.sections()), _description(prog)
+        parse_flags(
+            line_class, prog=prog, description=description, args=["--help"], default=default, config=_SHORT_HELP
+        )
+    complete.seek(0)
+    return shown(complete.read(), topic)
+
+
+def _first_screen(line_class: Any, prog: str) -> str:
+    """The first screen of the help; without tyro, which reads the sources of all settings and formats each."""
+    sections = {name: hint for name, hint in get_type_hints(line_class).items() if is_dataclass(hint)}
+    sizes = {name: len(fields(section)) for name, section in sections.items()}
+    single_flags = [row.name for row in fields(line_class) if row.name not in sections and row.name != "features"]
+    usage = f"usage: {Path(prog).name} [-h] [OPTIONS]"
+    head = [usage, *filter(None, _description(prog).splitlines())]
+    return first_screen(head, {"": len(single_flags)} | sizes, field_texts(line_class))
+
+
+@contextmanager
+def _columns(number: int) -> Iterator[None]:
+    """Let tyro use this width; on wider terminals it prints several boxes side by side."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(number)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def _description(prog: str) -> str:
+    """The help's first lines."""
+    script = Path(prog).name
+    alone, several = f"python {script}", f"torchrun --nproc-per-node 2 {script}"
+    if not script.endswith(".py"):
+        alone, several = script, f"{script} --nproc-per-node 2"
+    return (
+        "Settings come from defaults, then --model-preset or --depth, then --config FILE, then flags.\n\n"
+        "Hyphens and underscores are equivalent; every switch --x can be turned off with --no-x.\n\n"
+        f"One process:  {alone} --mock-data --vocab-size 256 --train-iters 20\n\n"
+        f"Two ranks:  {several} --tensor-model-parallel-size 2 ..."
+    )
 
 
 def first_screen(head: Iterable[str], sizes: Mapping[str, int], purposes: Mapping[str, str]) -> str:

@@ -22,13 +22,7 @@ from megatron_core.feature import Extensible
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class ModelConfig(
-    NormConfig,
-    RotaryConfig,
-    ActivationConfig,
-    RecomputeConfig,
-    Extensible,
-):
+class ModelConfig(NormConfig, RotaryConfig, ActivationConfig, RecomputeConfig, Extensible):
     """The model: sizes, norms, positions, activations, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")

@@ -6,7 +6,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from megatron_core.config.help import ALL
+ALL = "all"
+"""The topic of the complete help."""
 
 ALL_SETTINGS = f"--help {ALL} lists every setting"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.handles import Handle
@@ -54,20 +52,14 @@ class Compressor:
         """Drop the errors of this step, which is skipped; the stored errors do not change."""
         raise NotImplementedError
 
-    def forget(self) -> None:
-        """Drop everything that was derived from the optimizer's state, which has been loaded from a checkpoint."""
-        self.discard()
+    def pieces(self, data: Any) -> Iterable[Any]:
+        """Return this rank's pieces of the state for checkpoints, ``TensorBox`` named ``compression.*``; ``data``: the
+        ``DataParallel``."""
+        return ()
 
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield a bucket's state for checkpoints: name, tensor, and whether the tensor differs between data-parallel
-        ranks.
-        """
-        raise NotImplementedError
-
-    def state_of_parameters(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """Yield state for checkpoints with a row for each of the bucket's parameters: name, and tensor ``[parameters,
-        n]``, which all ranks with a part of a parameter have."""
-        yield from ()
+    def pieces_to_load(self, reader: Any, data: Any) -> Iterable[Any]:
+        """Return the pieces that ``reader``, a ``StateReader``, has; called before they are filled, on all ranks."""
+        return ()
 
     def attach(self, shards: Sequence[Any], loss_scale: Callable[[], float]) -> None:
         """Receive the optimizer's ``Shard`` objects, with the state that they allocate, and its loss scale."""

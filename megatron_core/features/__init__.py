@@ -3,6 +3,7 @@
 from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage, vocabularies
 from megatron_core.features.as_megatron import AS_MEGATRON
 from megatron_core.features.averages import AVERAGES
+from megatron_core.features.background_saves import BACKGROUND_SAVES
 from megatron_core.features.batch_growth import BATCH_GROWTH
 from megatron_core.features.bf16_state import BF16_STATE
 from megatron_core.features.compilation import COMPILATION
@@ -11,6 +12,7 @@ from megatron_core.features.context_parallelism import CONTEXT_PARALLELISM
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.data_phases import DATA_PHASES
+from megatron_core.features.device_draws import DEVICE_DRAWS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
@@ -51,6 +53,7 @@ from megatron_core.features.value_head import VALUE_HEAD
 FEATURES = (
     AS_MEGATRON,
     AVERAGES,
+    BACKGROUND_SAVES,
     BATCH_GROWTH,
     BF16_STATE,
     COMPILATION,
@@ -59,6 +62,7 @@ FEATURES = (
     CONVERSATIONS,
     CUDA_GRAPHS,
     DATA_PHASES,
+    DEVICE_DRAWS,
     DISTILLATION,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from megatron_core.training.compatibility import stored_config
 from megatron_core.training.initial_weights import open_base
 
 
-class MergedReader:
+class MergedReader(AbstractContextManager["MergedReader"]):
     """The weights of adapters in ``stored``, merged with the frozen ones in ``base``, with the interface of a
     checkpoint."""
 
@@ -36,9 +37,6 @@ class MergedReader:
         self.state = stored.state
         model = meta_model(config, self.state["vocab_size"])
         self._linears = {n: linear for n, linear in linears_of(model.decoder.layers) if linear.adapter is not None}
-
-    def __enter__(self) -> MergedReader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._base.__exit__(*error)

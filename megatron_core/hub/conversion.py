@@ -18,7 +18,6 @@ from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_new
 from megatron_core.checkpoint.folder import refuse_foreign
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.reader import note
-from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.errors import CheckpointError
@@ -42,6 +41,7 @@ from megatron_core.hub.megatron_lm.format import state_at
 from megatron_core.hub.megatron_lm.tensor_map import FROZEN
 from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
 from megatron_core.hub.settings import TokenIdConfig, read_token_ids
+from megatron_core.hub.whole_tensors import save_tensors
 from megatron_core.locations import in_storage
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint.writer import Entry, save_tensors
+from megatron_core.checkpoint.writer import Entry
 from megatron_core.errors import CheckpointError
 from megatron_core.foreign_json import STRINGS, read_object
 from megatron_core.hub.conversion import check_empty, written_folder
 from megatron_core.hub.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint, train_state
 from megatron_core.hub.hugging_face.reader import CONFIG
 from megatron_core.hub.hugging_face.writer import Group, write_weights
+from megatron_core.hub.whole_tensors import save_tensors
 from megatron_core.parallel.texts import listed
 from megatron_core.vocabularies.companions import companion_files, vocabulary_files
 

@@ -1,4 +1,3 @@
-from .device_draws import fill_normal as fill_normal
 from .grid import Grid as Grid
 from .groups import Group as Group
 from .groups import LocalGroup as LocalGroup

@@ -316,16 +316,6 @@ def gather_channels(x: Tensor, group: Group) -> Tensor:
     return paired(x, group, "gather_last", "split_last")
 
 
-def gather_partial_channels(x: Tensor, group: Group) -> Tensor:
-    """Gather the last dim; backward reduce-scatters, for gradients that are partial sums."""
-    return paired(x, group, "gather_last", "reduce_scatter_last")
-
-
-def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
-    """Sum over the group and split the last dim; backward gathers."""
-    return paired(x, group, "reduce_scatter_last", "gather_last")
-
-
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of dim 0; backward gathers."""
     return paired(x, group, "split_first", "gather_first")

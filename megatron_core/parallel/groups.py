@@ -241,10 +241,6 @@ class ParallelGroups:
             fewest = min(name.count("-") + name.count(" ") for name in names_of_group)
             yield group, [name for name in names_of_group if name.count("-") + name.count(" ") == fewest]
 
-    def global_ranks(self, group: Group) -> list[int]:
-        """Global ranks of one of this rank's groups."""
-        return dist.get_process_group_ranks(process_group(group))
-
     @property
     def prefix(self) -> str:
         """Prefix of this rank's messages, such as ``[pp1 dp0 tp1]``."""
@@ -332,17 +328,3 @@ def _neighbours(ranks: Ranks, size: int) -> list[Ranks]:
 def _members(pipeline: Ranks, indices: tuple[int, ...]) -> list[Ranks]:
     """Return one group, of the ranks at ``indices`` of a pipeline."""
     return [tuple(pipeline[index] for index in indices)]
-
-
-def group_names(groups: ParallelGroups) -> dict[Group, str]:
-    """Names of this rank's groups; of several combinations with the same ranks, the shortest name."""
-    names: dict[Group, str] = {}
-    for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
-        if groups.group(axes).size() > 1:
-            names.setdefault(groups.group(axes), axes)
-    special = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
-    special |= {"outer": groups.outer, "outer reports": groups.outer_reports}
-    for name, group in special.items():
-        if group is not None and group.size() > 1:
-            names.setdefault(group, name)
-    return names

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel
 from megatron_core.parallel.boxes import Box
 from megatron_core.parallel.sharding import spec_of
 
@@ -106,7 +105,7 @@ def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal,
     flat = contiguous.view(-1)
     offset = 0
     if flat.is_cuda and len(flat) >= ON_GPU and draws_alike(flat.device):
-        parallel.fill_normal(flat, box, shape, seed, init_method.std)
+        draw_hook()(flat, box, shape, seed, init_method.std)
         if contiguous is not target:
             target.copy_(contiguous)
         return
@@ -119,15 +118,27 @@ def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal,
 
 
 @cache
+def draw_hook() -> Any:
+    """The function of a feature that draws weights on their device; None: they are drawn on the CPU."""
+    from megatron_core.feature import features, load_hook  # only on GPUs: a parallel layer alone needs no features
+
+    hooks = (feature.draw_weights for feature in features() if feature.draw_weights is not None)
+    return next(map(load_hook, hooks), None)
+
+
+@cache
 def draws_alike(device: torch.device) -> bool:
-    """Whether ``device_draws`` has the bits of ``Normal.draw`` on a device; warns if not."""
+    """Whether ``draw_hook`` has the bits of ``Normal.draw`` on a device; warns if not."""
+    fill = draw_hook()
+    if fill is None:
+        return False
     # A box from 0 whose rows are multiples of a counter, and one with odd bounds: both branches of ``fill_normal``.
     normal = Normal(0.02)
     shape = (257, 4096)
     seed = name_seed(0, "check")
     for box in (Box((0, 0), shape), Box((3, 5), (200, 1234))):
         drawn = torch.empty(box.numel, device=device)
-        parallel.fill_normal(drawn, box, shape, seed, normal.std)
+        fill(drawn, box, shape, seed, normal.std)
         if not np.array_equal(drawn.cpu().numpy(), normal.draw(seed, list(box.flat_ranges(shape)))):
             warnings.warn(f"{device} rounds differently from a CPU: initial weights are drawn on the CPU", stacklevel=2)
             return False

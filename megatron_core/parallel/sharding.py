@@ -224,7 +224,7 @@ class ShardSpec:
                 (
                     intersection,
                     owned and not any(piece in ranges for ranges in lower),
-                    shared + _sharing_axes(split, piece),
+                    shared + ((split.axis,) if piece in split.shared else ()),
                 )
                 for piece in self._held(split)
                 for before, owned, shared in runs
@@ -234,10 +234,6 @@ class ShardSpec:
         for (start, stop), owned, shared in runs:
             yield _Run((offset, offset + stop - start), (start, stop), owned, shared)
             offset += stop - start
-
-
-def _sharing_axes(split: Split, piece: Range) -> tuple[str, ...]:
-    return (split.axis,) if piece in split.shared else ()
 
 
 def _common(a: Range, b: Range) -> Range | None:

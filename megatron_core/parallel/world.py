@@ -89,10 +89,6 @@ class World:
         """The launcher's rank of a rank of the process groups."""
         return self.launched[rank] if self.launched else rank
 
-    def group_number(self, groups: int) -> int:
-        """The number, in the launcher, of this rank's group of neighbouring ranks, of ``groups`` equal ones in use."""
-        return self.launcher_rank(self.rank) // (self.size // groups)
-
     @property
     def is_spare(self) -> bool:
         """Whether this rank is spare."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.attention import attention_of, computed_weights
+from megatron_core.config.attention import attention_of
 from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import comm_type_of, layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
-from megatron_core.planner.memory import layer_activations, number_size
+from megatron_core.planner.memory import computed_weights, layer_activations, number_size
 from megatron_core.planner.parameters import joins_parts, padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import RecurrenceCost

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
-from megatron_core.config.attention import computed_weights
+from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.config.linear_layers import feed_forward_of, linear_layers
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.parameters import added_tensors, trains_whole_model
@@ -273,3 +273,14 @@ def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
         yield Matrices((weights,), model.stream_size, model.has_mixer(layer_number) + model.has_mlp(layer_number))
     for outputs, inputs in () if is_warmup else feed_forward_of(model, layer_number).router_matrices():
         yield Matrices((outputs,), inputs)
+
+
+def computed_weights(model: ModelConfig, length: int) -> int:
+    """Attention weights per head that are computed for a sequence if attention is not fused.
+
+    The reference computes all of them; blocks of queries only those of the keys up to the last query of the block.
+    """
+    if model.attention_backend == "unfused":
+        return length**2
+    starts = range(0, length, QUERY_BLOCK)
+    return sum(min(QUERY_BLOCK, length - start) * min(start + QUERY_BLOCK, length) for start in starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -226,16 +227,13 @@ class WeightTransfer:
         return self._data.all_buckets[0].weights.dtype
 
 
-class LiveWeights:
+class LiveWeights(AbstractContextManager["LiveWeights"]):
     """The trained weights with the interface of an open checkpoint; all ranks call ``fill`` with the same names."""
 
     def __init__(self, data: DataParallel, vocab_size: int, device: torch.device) -> None:
         self._data = data
         self._device = device
         self.state = {"vocab_size": vocab_size}
-
-    def __enter__(self) -> LiveWeights:
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Nothing is open."""

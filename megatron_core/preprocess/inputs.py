@@ -9,7 +9,7 @@ import os
 import stat
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -186,7 +186,7 @@ class ObjectFile(io.RawIOBase):
         return size
 
 
-class Stream:
+class Stream(AbstractContextManager["Stream"]):
     """The decompressed bytes of an input file, in order; DamagedFileError, with the position, if it is damaged.
 
     until: end of the range that is read, for requests to object storage. position: index of the next byte. raw: number
@@ -201,9 +201,6 @@ class Stream:
             raw = ObjectFile(source, until) if local is None else io.FileIO(local)
         self._raw = io.BufferedReader(raw, REQUEST_BYTES if local is None else BUFFER_BYTES)
         self._file = _decompressed(self._raw, source.compression)
-
-    def __enter__(self) -> "Stream":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

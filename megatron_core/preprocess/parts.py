@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -135,7 +135,7 @@ def parts_path(settings: PreprocessSettings) -> Path:
     return Path(f"{settings.output_prefix}.parts")
 
 
-class _PartWriter:
+class _PartWriter(AbstractContextManager["_PartWriter"]):
     """The files of an unfinished part; a context that closes them."""
 
     def __init__(self, folder: Path, settings: PreprocessSettings, worker: Worker) -> None:
@@ -149,9 +149,6 @@ class _PartWriter:
         self._ranges: list[dict[str, Any]] = []
         self._unpacked = folder / "unpacked"
         make_folder(self._unpacked)
-
-    def __enter__(self) -> "_PartWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for writer in self._writers:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from megatron_core.parallel.groups import ParallelGroups, group_names
+from megatron_core.parallel.groups import COMBINATIONS, Group, ParallelGroups
 from megatron_core.parallel.meter import OTHER, RANK_METER, NoMeter, Waited
 from megatron_core.parallel.rank_local import Forwarding
 
@@ -381,3 +381,17 @@ def _meter() -> Meter:
 
 METER: Meter = cast(Meter, Forwarding(_meter))
 """The meter of this rank, which collectives and the pipeline executor report to."""
+
+
+def group_names(groups: ParallelGroups) -> dict[Group, str]:
+    """Names of this rank's groups; of several combinations with the same ranks, the shortest name."""
+    names: dict[Group, str] = {}
+    for axes in sorted(COMBINATIONS, key=lambda axes: axes.count("-")):
+        if groups.group(axes).size() > 1:
+            names.setdefault(groups.group(axes), axes)
+    special = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
+    special |= {"outer": groups.outer, "outer reports": groups.outer_reports}
+    for name, group in special.items():
+        if group is not None and group.size() > 1:
+            names.setdefault(group, name)
+    return names

@@ -2,13 +2,7 @@
 
 from megatron_core.feature import Feature
 from megatron_core.resilience import rules
-from megatron_core.resilience.settings import (
-    ElasticConfig,
-    FaultConfig,
-    LinkCheckConfig,
-    RecoveryConfig,
-    RerunConfig,
-)
+from megatron_core.resilience.settings import ElasticConfig, FaultConfig, LinkCheckConfig, RecoveryConfig, RerunConfig
 
 FEATURES = (
     Feature(

@@ -6,12 +6,13 @@ The recorded checksums of all ranks are compared, and each wrong delivery is des
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import WrongStepError
 from megatron_core.parallel.collectives import COLLECTIVES, all_gather_flat_, all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.groups import Group, ParallelGroups, process_group
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.resilience.links.checksums import differs, maximum_differs
@@ -105,7 +106,8 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callab
     try:
         differences = list(_wrong_messages(named))
         for group, names in groups.named():
-            differences += _wrong_calls(group, names, [named(rank) for rank in groups.global_ranks(group)], device)
+            ranks = dist.get_process_group_ranks(process_group(group))
+            differences += _wrong_calls(group, names, [named(rank) for rank in ranks], device)
         number = torch.tensor([len(differences)], dtype=torch.int64, device=device)
         world = groups.group(WORLD)
         for group in (world, groups.outer_reports):

@@ -379,8 +379,9 @@ class Recovery:
         """
         self.stop_reason = run.stop_reason or self.stop_reason
         run.data_parallel.release()
-        if not run.saver.abandon(SAVE_SECONDS):
+        if not run.saver.join(SAVE_SECONDS):
             replace_process(run.world.prefix, "a save in the background did not end")
+        run.saver.release()
 
     def report_training(self) -> None:
         """Report that the first step of this generation starts."""

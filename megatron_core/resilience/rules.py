@@ -104,5 +104,5 @@ def fault_problems(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"({', '.join((*LINK_DAMAGES, *LINK_DELAYS))}) such as tp-zeros"
             )
     on_disk = [fault.name for fault in settings.faults if fault.name in FAULTS_ON_DISK]
-    if on_disk and config.checkpoint.async_save:
+    if on_disk and config.optional("async_save"):
         yield exclusive(f"inject_fault={on_disk[0]}", "async_save=True")

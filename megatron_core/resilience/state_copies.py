@@ -20,15 +20,17 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.checkpoint.writer import DTYPES
 from megatron_core.cpu_ranks import interrupt
+from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, MegatronError
 from megatron_core.launcher import read_integer
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.resilience.processes.keeper import Connection, RemoteCopy
 from megatron_core.resilience.processes.memory import MIRRORED, MIRRORS, Copy, HostMemory
 from megatron_core.resilience.processes.rendezvous import Members, Rendezvous
 from megatron_core.resilience.recovery_choice import copies_are_whole
 from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
+from megatron_core.training.state import held_weights, optimizer_pieces, other_pieces, saved_pieces, updated_pieces
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, start and stop of a box."""
@@ -318,3 +320,10 @@ class StateCopies(Callback):
         for run_part in self.run.parts:
             pieces = run_part.copied_pieces(pieces)
         return list(pieces)
+
+
+def held_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
+    """All pieces of this rank, with those that other ranks hold, too."""
+    yield from saved_pieces(data, held_weights(data))
+    yield from () if optimizer is None else optimizer_pieces(optimizer)
+    yield from () if data.compressor is None else data.compressor.pieces(data)

@@ -19,8 +19,6 @@ from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.parts import AddedWeights, missing_in, outside_of
 from megatron_core.training.state import (
     TrainState,
-    compression_pieces,
-    compression_rows,
     held_weights,
     open_checkpoint,
     optimizer_pieces,
@@ -93,8 +91,8 @@ def load_state(
         pieces = list(saved_pieces(data, held_weights(data)))
         if optimizer is not None:
             pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
-        if not fresh:
-            pieces += _pieces_of_compression(reader, data)
+        if not fresh and data.compressor is not None:
+            pieces += data.compressor.pieces_to_load(reader, data)
         pieces = list(outside_of(missing, [*pieces, *of_features]))
         reader.fill_together(pieces, data.device)
         if optimizer is not None:
@@ -177,26 +175,3 @@ def _finish_optimizer(reader: StateReader, optimizer: Optimizer, *, fresh: bool)
         optimizer.start_averages()
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
-
-
-def _pieces_of_compression(reader: StateReader, data: DataParallel) -> list[TensorBox]:
-    """The state of gradient compression, as far as it can be loaded.
-
-    Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
-    layout or the shape of factors differs, factors are initialized again on all ranks, because copies must be equal."""
-    if data.compressor is None:
-        return []
-    data.compressor.forget()
-    coefficients = list(compression_rows(data))
-    kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
-    for piece in compression_pieces(data):
-        kinds[piece.name.startswith("compression.factor")].append(piece)
-    factors, errors = kinds[True], kinds[False]
-    ranks = reader.state.get("compression_ranks")
-    has_errors = ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in errors)
-    has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
-    by_rank = gather_from_all_ranks(f"{has_errors:d}{has_factors:d}", data.device)
-    if any(text[0] == "0" for text in by_rank):
-        note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
-        return coefficients
-    return [*coefficients, *errors, *(factors if all(text[1] == "1" for text in by_rank) else ())]

@@ -36,11 +36,10 @@ from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
-NOTE_KINDS = (
-    "differs from Megatron-LM",
-    "fast path off",
-    "without effect",
-)  # the start prints notes by kind, then advice
+LEAVE_SECONDS = 60.0
+"""Time limit for completing a save in the background when the process ends with an error."""
+NOTE_KINDS = "differs from Megatron-LM", "fast path off", "without effect"
+"""Beginnings of the notes that the start prints first, in this order."""
 
 
 def read_settings(
@@ -131,7 +130,7 @@ def start_once(config: RunConfig, world: World, job: Job) -> None:
     try:
         job.train(run)
     finally:
-        run.saver.leave()
+        run.saver.join(LEAVE_SECONDS)
 
 
 def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> None:

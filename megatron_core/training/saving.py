@@ -1,24 +1,18 @@
-"""Writing checkpoints of a run, before the next step or in the background."""
+"""Writing checkpoints of a run."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint import (
-    BackgroundSave,
-    FolderLock,
-    Save,
-    TensorBox,
-    save_checkpoint,
-)
+from megatron_core.checkpoint import FolderLock, Save, TensorBox, save_checkpoint
 from megatron_core.checkpoint.folder import (
     CONFIG,
     LOCK,
@@ -40,6 +34,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.feature import load_hook, used_features
 from megatron_core.locations import in_storage, location
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
@@ -50,21 +45,13 @@ from megatron_core.training.fast_restarts import fast_restarts
 from megatron_core.training.parts import RunPart
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
-LEAVE_SECONDS = 60.0
-"""Time limit for completing a background save when the process ends with an error."""
-
-if TYPE_CHECKING:
-    from megatron_core.checkpoint.snapshot import Snapshot
-
 
 @dataclass(eq=False)
 class CheckpointSaver:
     """Writes the state of ``data`` and ``optimizer`` into the folder of ``save``; all ranks call each method together.
 
-    With ``async_save`` at most one checkpoint is being written. This rank's part is copied while the next step runs:
-    the update of this step waits for the copy, and the next save for the complete checkpoint. Call ``finish`` before
-    the last checkpoint is loaded, and the optimizer's ``before_update`` before weights or optimizer state change
-    outside of a step.
+    A feature may write them in the background (``Feature.saver``). Call ``finish`` before the last checkpoint is
+    loaded, and the optimizer's ``before_update`` before weights or optimizer state change outside of a step.
     """
 
     config: RunConfig
@@ -88,14 +75,6 @@ class CheckpointSaver:
         self._keeps_config = False
         self._deletion = ""
         self._replaced: tuple[Path, ...] = ()
-        self._running: BackgroundSave | None = None
-
-    @cached_property
-    def _snapshot(self) -> Snapshot:
-        """Copies of background saves; runs without --async-save do not load the class."""
-        from megatron_core.checkpoint.snapshot import Snapshot
-
-        return Snapshot()
 
     @property
     def folder(self) -> Path:
@@ -126,8 +105,6 @@ class CheckpointSaver:
         raise_on_all_ranks(problem, self.data.device)
         if restarts_fast:
             self._begin_run(is_new=is_new)
-        if settings.async_save and self.data.device.type == "cuda":
-            self._snapshot.reserve(chain(*self.pieces()))
         self._is_open = True
 
     def pieces(self) -> tuple[Iterable[TensorBox], Iterable[TensorBox]]:
@@ -262,14 +239,8 @@ class CheckpointSaver:
             replaced=() if temporary else self._replaced,
         )
         updated, changing = self.pieces()
-        is_written = temporary and self._restarts.write(save, chain(updated, changing), self._agree)
-        if not is_written and settings.async_save:
-            seconds = 60.0 * self.config.parallel.distributed_timeout_minutes
-            self._running = BackgroundSave(save, self._snapshot.take(updated, changing), self._agree, seconds)
-            # The wait is at the update, not here: forward and backward read the weights while the thread copies them.
-            self.optimizer.before_update = self._running.wait_until_copied
-        elif not is_written:
-            self._write_other_format(save_checkpoint(save, chain(updated, changing), self._agree))
+        if not (temporary and self._restarts.write(save, chain(updated, changing), self._agree)):
+            self._write(save, updated, changing)
         # The first permanent checkpoint deletes those of the run that it replaces.
         self._replaced = self._replaced if temporary else ()
 
@@ -280,19 +251,17 @@ class CheckpointSaver:
         """
         return self._try(lambda: self.save(state, temporary=temporary))
 
+    def _write(self, save: Save, updated: Iterable[TensorBox], changing: Iterable[TensorBox]) -> None:
+        """Write the pieces that change only in updates, and the others; or start to."""
+        self._write_other_format(save_checkpoint(save, chain(updated, changing), self._agree))
+
     def finish(self) -> None:
-        """Wait for the background save to complete. Errors: ``CheckpointError`` on all ranks."""
-        running, self._running = self._running, None
-        if running is not None:
-            self._write_other_format(running.finish())
+        """Wait for a save in the background to complete. Errors: ``CheckpointError`` on all ranks."""
 
     def _write_other_format(self, native: Path) -> None:
         """Write the complete checkpoint ``native`` in ``ckpt_format`` too, if it is due; each rank writes a share."""
-        settings, form, folder = (
-            self.config.checkpoint,
-            self.config.checkpoint.ckpt_format,
-            self._folder_of_other_format,
-        )
+        settings, folder = self.config.checkpoint, self._folder_of_other_format
+        form = settings.ckpt_format
         # Checkpoints for a fast restart are in another folder, and are soon replaced.
         if form == "native" or folder is None or native.parent != self.folder:
             return
@@ -306,23 +275,16 @@ class CheckpointSaver:
     def close(self) -> None:
         """Complete the background save and release the locks of the folders; a later ``save`` takes them again."""
         self.finish()
+        self.release()
+
+    def release(self) -> None:
+        """Release the locks of the folders; after a failure also without the other ranks."""
         while self._locks:
             self._locks.pop().release()
         self._is_open = False
 
-    def leave(self) -> None:
-        """Wait for this rank's part of a background save after an error, possibly without the other ranks."""
-        if self._running is not None:
-            self._running.join(LEAVE_SECONDS)
-
-    def abandon(self, seconds: float) -> bool:
-        """After a failure of another rank, release the locks; returns whether a background save has ended within
-        ``seconds``."""
-        running, self._running = self._running, None
-        if running is not None and not running.join(seconds):
-            return False
-        while self._locks:
-            self._locks.pop().release()
+    def join(self, seconds: float) -> bool:
+        """After an error, wait for this rank's part of a save in the background; returns whether it has ended."""
         return True
 
     def _try(self, action: Callable[[], None]) -> bool:
@@ -346,3 +308,10 @@ class CheckpointSaver:
             "config": self.config.flat(),
             **compressed,
         } | {name: value for run_part in self.parts for name, value in run_part.stored_values().items()}
+
+
+def make_saver(config: RunConfig, *arguments: Any, **settings: Any) -> CheckpointSaver:
+    """Construct the ``CheckpointSaver`` of a run with further arguments, or that of a feature that the run uses."""
+    hooks = [feature.saver for feature in used_features(config) if feature.saver is not None]
+    saver: CheckpointSaver = (load_hook(hooks[0]) if hooks else CheckpointSaver)(config, *arguments, **settings)
+    return saver

@@ -39,7 +39,7 @@ from megatron_core.training.objective import Objective, build_objective
 from megatron_core.training.parts import Attempts, Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
-from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.saving import CheckpointSaver, make_saver
 from megatron_core.training.state import TrainState, open_checkpoint
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
@@ -95,7 +95,7 @@ class Run(Trainable):
         """Create the parts of features, the checkpoint saver, the loss, and the loader of training data, if any."""
         self.parts = build_parts(self.config, self)
         self.after_gradients = self._tell_parts
-        self.saver = CheckpointSaver(
+        self.saver = make_saver(
             self.config,
             self.data_parallel,
             self.optimizer,

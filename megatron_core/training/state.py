@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import Box, TensorBox, parameter_pieces, pieces_of
+from megatron_core.checkpoint import TensorBox, parameter_pieces, pieces_of
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.reader import note
@@ -19,9 +19,9 @@ from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import location, real
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.compatibility import (
+    CPU,
     changed_settings,
     check_features,
     check_same_model,
@@ -35,8 +35,6 @@ from megatron_core.training.compatibility import (
 )
 from megatron_core.training.fast_restarts import fast_restarts
 from megatron_core.training.parts import weights_saved_alone
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -94,9 +92,8 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
 def other_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
     """The other pieces of a checkpoint, which may change at any point of a step."""
     yield from saved_pieces(data, parameter_pieces(data.frozen_on_first_copy()))
-    if optimizer is not None:
-        yield from compression_pieces(data)
-        yield from compression_rows(data)
+    if optimizer is not None and data.compressor is not None:
+        yield from data.compressor.pieces(data)
 
 
 def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | None = None) -> Iterator[TensorBox]:
@@ -107,43 +104,6 @@ def shard_pieces(bucket: Bucket, prefix: str, flat: torch.Tensor, span: slice | 
     for name, parameter, start, stop, offset in bucket.pieces(span):
         values = flat[first + offset : first + offset + stop - start]
         yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, values)
-
-
-def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
-    """Pieces of the state of gradient compression: errors of each data-parallel rank, and factors."""
-    for bucket in data.buckets if data.compressor is not None else ():
-        assert data.compressor is not None
-        rank, size, axes = bucket.dp_group.rank(), bucket.dp_group.size(), bucket.kind.replica_axes
-        for state_name, tensor, is_local in data.compressor.state(bucket):
-            if is_local:
-                length = bucket.weights.numel() // size
-                is_full = tensor.numel() == bucket.weights.numel()
-                span = slice(0, tensor.numel()) if is_full else slice(rank * length, (rank + 1) * length)
-                # Each rank has errors of its own; its number in the name keeps them apart.
-                label = f"compression.{state_name}.{rank}" if is_full else f"compression.{state_name}"
-                for name, parameter, start, stop, offset in bucket.pieces(span):
-                    local = tuple(parameter.shape)
-                    flat = tensor[offset : offset + stop - start]
-                    yield from pieces_of(f"{label}.{name}", spec_of(parameter), local, start, stop, flat)
-            else:
-                view = EXPERT_AXES if "edp" in axes else DENSE_AXES
-                holder = ".".join(str(data.groups.index(axis)) for axis in view if axis not in (*axes, "pp"))
-                name, shape = f"compression.{state_name}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
-                # The last stage's copy of tied weights has equal factors: gradients are summed before compression.
-                owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
-                yield TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned)
-
-
-def compression_rows(data: DataParallel) -> Iterator[TensorBox]:
-    """Pieces with the compressor's state of each parameter, which all ranks with a part of it have."""
-    for bucket in data.buckets if data.compressor is not None else ():
-        assert data.compressor is not None
-        for state_name, rows in data.compressor.state_of_parameters(bucket):
-            for row, name, parameter in zip(rows, bucket.names, bucket.parameters, strict=True):
-                has_first = any(indices.owned and not any(indices.whole.start) for indices in spec_of(parameter).parts)
-                owned = bucket.dp_group.rank() == 0 and has_first
-                shape = tuple(row.shape)
-                yield TensorBox(f"compression.{state_name}.{name}", shape, Box((0,), shape), row, owned)
 
 
 def open_checkpoint(
@@ -262,11 +222,3 @@ def held_weights(data: DataParallel) -> Iterator[TensorBox]:
 def saved_pieces(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
     """The pieces of weights that checkpoints contain."""
     return (piece for piece in pieces if data.is_saved(piece.name))
-
-
-def held_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:
-    """All pieces of this rank, with those that other ranks hold, too."""
-    yield from saved_pieces(data, held_weights(data))
-    yield from () if optimizer is None else optimizer_pieces(optimizer)
-    yield from compression_pieces(data)
-    yield from compression_rows(data)

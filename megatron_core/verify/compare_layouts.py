@@ -49,14 +49,7 @@ def compare_values(
     if not unresumed:
         table = TerminalTable([f"1 process from {layout}" for layout in task.layouts], "float64")
         print(table.head(), flush=True)
-        reports.append(
-            check_resumed(
-                experiment,
-                task.layouts,
-                backend=backend,
-                on_row=table.print_row,
-            )
-        )
+        reports.append(check_resumed(experiment, task.layouts, backend=backend, on_row=table.print_row))
         print_wrapped(summary_line(reports[-1]))
     verdict = Verdict(experiment.steps, experiment.thorough, unresumed, switches(task.config), task.changed)
     print_wrapped(*verdict.lines(), *refusals(task))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import snapshot
 from megatron_core.checkpoint.folder import complete_iterations
 from megatron_core.errors import CheckpointError
+from megatron_core.features.background_saves import snapshot
 from megatron_core.resilience.faults import Faults
-from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.saving import make_saver
 from megatron_core.training.setup import Run
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, train
@@ -82,7 +82,7 @@ def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[
         patch.setattr(snapshot, "_copy", late)
         into = replace(run.config.checkpoint, save=str(folder / "async"), async_save=True)
         config = replace(run.config, checkpoint=into)
-        saver = CheckpointSaver(
+        saver = make_saver(
             config, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None, parts=run.parts
         )
         saver.save(run.state)
@@ -128,7 +128,7 @@ def test_a_late_copy_is_of_the_step_that_asked_for_it(tmp_path: Path) -> None:  
     ("target", "old", "new", "kind"),
     [
         ("optimizer.sharded:Optimizer.step", "self.before_update()", "pass", "zero 1"),
-        ("checkpoint.writer:BackgroundSave.wait_until_copied", "self._copied.wait()", "pass", "zero 1"),
+        ("features.background_saves.saver:BackgroundSaver._wait_until_copied", "self._copied.wait()", "pass", "zero 1"),
     ],
     ids=["the update does not wait", "the wait is none"],
 )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.checkpoint import CheckpointReader, Save, find_checkpoint, open_newest, save_checkpoint
-from megatron_core.checkpoint.hashes import READ_BYTES, content_hash, damaged_files, write_file
+from megatron_core.checkpoint.hashes import READ_BYTES, content_hash, damage, write_file
 from megatron_core.checkpoint.reader import open_newest as newest
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
@@ -118,7 +118,7 @@ def test_hash_of_a_file_larger_than_what_is_read_at_a_time(tmp_path: Path) -> No
     data = os.urandom(2 * READ_BYTES + 17)
     written = write_file(tmp_path / "x", data)
     assert (written.size, content_hash(tmp_path / "x")) == (len(data), written.hash)
-    assert damaged_files(tmp_path, {"x": written}) == []
+    assert damage(tmp_path, {"x": written}) == {}
 
 
 # --- Files of another save.

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_core.checkpoint import Save, find_checkpoint, open_newest, save_checkpoint
 from megatron_core.checkpoint.folder import TRACKER, complete_iterations
-from megatron_core.checkpoint.hashes import StoredFile, damaged_files
-from megatron_core.checkpoint.snapshot import Snapshot
+from megatron_core.checkpoint.hashes import StoredFile, damage
 from megatron_core.errors import CheckpointError
+from megatron_core.features.background_saves.snapshot import Snapshot
 from tests.checkpoint.operations import file_operations
 from tests.checkpoint.test_damage import piece, read, write
 from tests.checkpoint.test_integrity import CPU, TENSORS, flip
@@ -36,7 +36,8 @@ def every_file_is_hashed_once(root: Path) -> None:
     """For any number of ranks that share the work: all of these files are missing, and each is reported once."""
     files = {f"{n}.bin": StoredFile(n % 3, "") for n in range(7)}
     for shares in range(1, 9):
-        missed = [fault for share in range(shares) for fault in damaged_files(root, files, share=share, shares=shares)]
+        faults = [damage(root, files, share=share, shares=shares) for share in range(shares)]
+        missed = [fault for by_name in faults for fault in by_name.values()]
         assert sorted(fault.split()[0] for fault in missed) == [str(root / name) for name in sorted(files)]
 
 
@@ -256,7 +257,7 @@ DEFECTS = (
     ),
     Defect(
         "a snapshot is the weights themselves",
-        "checkpoint.snapshot:Snapshot.take",
+        "features.background_saves.snapshot:Snapshot.take",
         "memory=room.view(piece.memory.dtype).view(piece.memory.shape)",
         "memory=piece.memory",
         a_snapshot_stays_as_it_was,

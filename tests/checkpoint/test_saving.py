@@ -90,7 +90,7 @@ def test_background_save_has_the_bits_of_its_step(tmp_path: Path) -> None:  # C4
 
 def test_a_snapshot_that_is_no_copy_is_noticed(tmp_path: Path) -> None:
     fragment = "memory=room.view(piece.memory.dtype).view(piece.memory.shape)"
-    with planted("checkpoint.snapshot:Snapshot.take", fragment, "memory=piece.memory"):
+    with planted("features.background_saves.snapshot:Snapshot.take", fragment, "memory=piece.memory"):
         run_ranks(2, _save_both_ways, tmp_path)
     with pytest.raises(AssertionError):
         _same(tmp_path / "sync", tmp_path / "async")

@@ -22,7 +22,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "data_parallel": (),
     "optimizer": (),
     "parallel": (
-        *("compiled", "configured", "current", "device_draws", "exit_status", "flight_recorder", "launch"),
+        *("compiled", "configured", "current", "exit_status", "flight_recorder", "launch"),
         *(
             "meter",
             "pinned",

@@ -38,15 +38,15 @@ def _chunk(x: Tensor, index: int, parts: int, dim: int) -> Tensor:
     return x.chunk(parts, dim)[index]
 
 
+GATHER_PARTIAL = partial(collectives.paired, name="gather_last", adjoint="reduce_scatter_last")
+REDUCE_SCATTER = partial(collectives.paired, name="reduce_scatter_last", adjoint="gather_last")
 PAIRS = {
     "copy": Pair(collectives.copy_to_region, lambda xs, i: xs[i], whole_in=True),
     "reduce": Pair(collectives.reduce_from_region, lambda xs, i: sum(xs), whole_out=True),
     "scatter channels": Pair(collectives.scatter_channels, lambda xs, i: _chunk(xs[i], i, len(xs), -1), whole_in=True),
     "gather channels": Pair(collectives.gather_channels, lambda xs, i: torch.cat(xs, -1), whole_out=True),
-    "gather partial channels": Pair(collectives.gather_partial_channels, lambda xs, i: torch.cat(xs, -1)),
-    "reduce-scatter channels": Pair(
-        collectives.reduce_scatter_to_channels, lambda xs, i: _chunk(sum(xs), i, len(xs), -1)
-    ),
+    "gather partial channels": Pair(GATHER_PARTIAL, lambda xs, i: torch.cat(xs, -1)),
+    "reduce-scatter channels": Pair(REDUCE_SCATTER, lambda xs, i: _chunk(sum(xs), i, len(xs), -1)),
     "scatter sequence": Pair(
         collectives.scatter_to_sequence, lambda xs, i: _chunk(xs[i], i, len(xs), 0), whole_in=True
     ),
@@ -137,7 +137,7 @@ def _check_uneven(group: Group) -> None:
         collectives.scatter_to_sequence,
         collectives.scatter_channels,
         collectives.reduce_scatter_to_sequence,
-        collectives.reduce_scatter_to_channels,
+        REDUCE_SCATTER,
     ):
         with pytest.raises(LayoutError, match="3 cannot be split over 2"):
             op(x, group)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from megatron_core.parallel import device_draws
+from megatron_core.features.device_draws import draws as device_draws
 from megatron_core.parallel import initialization as module
 from megatron_core.parallel.boxes import Box
 from megatron_core.parallel.initialization import CHUNK, Normal, initialise, initialise_by_name, name_seed

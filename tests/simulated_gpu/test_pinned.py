@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint.boxes import Box, TensorBox
-from megatron_core.checkpoint.snapshot import Snapshot
+from megatron_core.features.background_saves.snapshot import Snapshot
 from megatron_core.features.offload.placement import HostPlacement
 from megatron_core.parallel import pinned
 from megatron_core.parallel.pinned import pinned_bytes, pinned_like

@@ -85,10 +85,6 @@ class BlockMessages(Compressor):
     def discard(self) -> None:
         """Do nothing: no errors are kept."""
 
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield nothing: no errors are kept."""
-        yield from ()
-
 
 class ArrivingWeights:
     """Handle of a gather; ``wait`` writes the received numbers to ``weights``."""

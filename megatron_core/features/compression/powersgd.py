@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.data_parallel.compressor import Compressor
+from megatron_core.features.compression.stored import StoredCompressor
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.handles import Done, Handle
 from megatron_core.parallel.initialization import name_seed
 
 
-class PowerSGD(Compressor):
+class PowerSGD(StoredCompressor):
     """Vogels et al. 2019, algorithms 1 and 2: for a matrix M only P = M Q and Q = M^T P, of rank r, are summed.
 
     M_i = g_i + e_i;  P = orthogonal(sum M_i Q);  Q = sum M_i^T P;  sum g is replaced by P Q^T;  e_i = M_i - P Q^T / n.

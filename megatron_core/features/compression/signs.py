@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.data_parallel.compressor import Compressor
+from megatron_core.features.compression.stored import StoredCompressor
 from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_all_to_all_rows
 from megatron_core.parallel.groups import Group
@@ -22,7 +22,7 @@ FRESH = "exp_avg_sq_fresh"
 """State of 1-bit LAMB: the variance that is still updated, in ``Shard.state``."""
 
 
-class SignSums(Compressor):
+class SignSums(StoredCompressor):
     """Tang et al. 2021, algorithm 1, lines 6 to 12: the sum of tensors of all ranks, each sent as its signs.
 
     c_i = x_i + e_i is sent as sign(c_i) |c_i| / sqrt(N), and e_i becomes the difference. Each rank sums its share of
@@ -160,7 +160,7 @@ class OneBitAdam(SignSums):
         self._sums.clear()
 
     def forget(self) -> None:
-        """See ``Compressor.forget``."""
+        """See ``StoredCompressor.forget``."""
         super().forget()
         self._gathered.clear()
 
@@ -211,12 +211,12 @@ class OneBitLAMB(OneBitAdam):
         return self._coefficients[bucket]
 
     def forget(self) -> None:
-        """See ``Compressor.forget``."""
+        """See ``StoredCompressor.forget``."""
         super().forget()
         self._coefficients.clear()
 
     def state_of_parameters(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """See ``Compressor.state_of_parameters``."""
+        """See ``StoredCompressor.state_of_parameters``."""
         yield "lamb", self.coefficients(bucket)
 
     def _scale_of(self, bucket: Bucket) -> Tensor:

@@ -18,13 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron_core.checkpoint.boxes import TensorBox
-from megatron_core.checkpoint.folder import (
-    complete_iterations,
-    find_candidates,
-    iteration_folder,
-    iteration_of,
-    run_of,
-)
+from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_folder, iteration_of, run_of
 from megatron_core.checkpoint.hashes import damage
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.checkpoint.one_pass import read_header

@@ -42,7 +42,8 @@ class OuterSteps(RunPart):
             run.groups,
             config.model.num_layers,
             keeps_sent=config.optional("recover") not in (None, "none"),
-            number=run.world.group_number(config.num_groups),
+            # In the launcher, whose groups are neighbouring ranks.
+            number=run.world.launcher_rank(run.world.rank) // (run.world.size // config.num_groups),
         )
 
     def notes(self) -> Iterator[str]:

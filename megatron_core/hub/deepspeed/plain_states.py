@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import CheckpointError
-from megatron_core.hub.deepspeed.shards import (
-    SETTINGS,
-    Flat,
-    Parts,
-    Stored,
-    is_plain,
-    kinds_of,
-    steps_of,
-    whole_number,
-)
+from megatron_core.hub.deepspeed.shards import SETTINGS, Flat, Parts, Stored, is_plain, kinds_of, steps_of, whole_number
 
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each group of an optimizer."""

@@ -97,9 +97,6 @@ class HuggingFaceReader(StateReader):
             self._files.close()
             raise
 
-    def __enter__(self) -> HuggingFaceReader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._files.close()
 

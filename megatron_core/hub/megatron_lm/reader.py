@@ -69,9 +69,6 @@ class MegatronReader(StateReader):
         vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])
         self.state = {"vocab_size": vocabulary}
 
-    def __enter__(self) -> MegatronReader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._parts = {}
 

@@ -16,11 +16,7 @@ from megatron_core.errors import DataError
 from megatron_core.post_training.tinker_server import bodies
 from megatron_core.post_training.tinker_server.catalog import Catalog, NotFoundError, entries_of_page, present_time
 from megatron_core.post_training.tinker_server.losses import LossCall
-from megatron_core.post_training.tinker_server.messages import (
-    forward_output,
-    forward_request,
-    sample_output,
-)
+from megatron_core.post_training.tinker_server.messages import forward_output, forward_request, sample_output
 from megatron_core.post_training.tinker_server.operations import BASE
 from megatron_core.post_training.tinker_server.sampling import Json, sample_operation
 from megatron_core.post_training.tinker_server.service import Answer, BusyError, OperationService

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from megatron_core.checkpoint import snapshot
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.averages import weights
+from megatron_core.features.background_saves import snapshot
 from megatron_core.hub.conversion import export_hugging_face
 from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.training.loop import evaluate_split

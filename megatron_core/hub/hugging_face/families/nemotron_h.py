@@ -89,10 +89,7 @@ def notes_on_steps(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
     if limit is None or "M" not in (config.hybrid_layer_pattern or ""):
         return
     settings = limits(hf_config)
-    if settings != {
-        "mamba_dt_min": config.mamba_dt_min,
-        "mamba_dt_max": config.mamba_dt_max,
-    }:
+    if settings != {"mamba_dt_min": config.mamba_dt_min, "mamba_dt_max": config.mamba_dt_max}:
         flags = " ".join(
             f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value is not None
         )

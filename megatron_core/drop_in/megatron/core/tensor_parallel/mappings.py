@@ -1,6 +1,7 @@
 """Megatron's names of the collectives and their adjoints, by default over the current tensor-parallel group."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +130,8 @@ class _AllToAll(torch.autograd.Function):
 
 _copy, _reduce = collectives.copy_to_region, collectives.reduce_from_region
 _split, _gather = collectives.scatter_channels, collectives.gather_channels
-_gather_parts, _scatter_sums = collectives.gather_partial_channels, collectives.reduce_scatter_to_channels
+_gather_parts = partial(collectives.paired, name="gather_last", adjoint="reduce_scatter_last")
+_scatter_sums = partial(collectives.paired, name="reduce_scatter_last", adjoint="gather_last")
 _CopyToModelParallelRegion = _function("_CopyToModelParallelRegion", _copy, _reduce)
 _ReduceFromModelParallelRegion = _function("_ReduceFromModelParallelRegion", _reduce, _copy)
 _ScatterToModelParallelRegion = _function("_ScatterToModelParallelRegion", _split, _gather)
