@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.features.fp8.arithmetic import fp8_of
+from megatron_core.features.fp8.casts import joint_amaxes
+from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import FP8Config
@@ -24,7 +31,10 @@ class FP8Part(RunPart):
     def __init__(self, run: Run) -> None:
         self.run = run
         group = run.groups.group("tp-dp-cp")
-        self.histories = AmaxHistories(run.stages.values(), run.config.section(FP8Config), group, run.world.device)
+        settings = run.config.section(FP8Config)
+        self.histories = AmaxHistories(run.stages.values(), settings, group, run.world.device)
+        self._units = [_linears_of(unit) for stage in run.stages.values() for unit in stage.units()]
+        self._shares_launches = settings.fp8_recipe == "tensorwise" and run.config.parallel.dp_zero_stage < 3
 
     def notes(self) -> Iterator[str]:
         """Reasons for which FP8 is slow or pointless here."""
@@ -45,6 +55,11 @@ class FP8Part(RunPart):
         """Quantise each weight once in the step."""
         # ZeRO stage 3 frees a weight after its layer; both orders in FP8 would hold the bytes of a weight in 16 bits.
         self.histories.begin_step(keeps_weights=self.run.config.parallel.dp_zero_stage < 3)
+        # The weights of a unit arrive together, so that the first that is used can find the amaxes of all.
+        for linears in self._units if self._shares_launches else ():
+            amaxes = cache(partial(_amaxes_of, linears))
+            for products in linears:
+                products.weight_amaxes = amaxes
 
     def after_gradients(self) -> None:
         """Add the step to the histories, before the update, which may gather weights with the new scales."""
@@ -63,6 +78,17 @@ class FP8Part(RunPart):
     def pieces_to_load(self, reader: StateReader) -> Iterable[TensorBox]:
         """The histories, as far as the checkpoint has them."""
         return self.histories.pieces_to_load(reader)
+
+
+def _linears_of(unit: Iterable[nn.Module]) -> dict[FP8Products, nn.Module]:
+    """The linear layers in FP8 of a unit of data parallelism, without those of experts."""
+    linears = {fp8_of(linear): linear for part in unit for linear in part.modules()}
+    return {products: linear for products, linear in linears.items() if products and not products.by_row}
+
+
+def _amaxes_of(linears: Mapping[FP8Products, Any]) -> Mapping[FP8Products, Tensor | None]:
+    weights = [linear.weight.detach() for linear in linears.values()]
+    return dict(zip(linears, joint_amaxes(weights, next(iter(linears)).backend), strict=True))
 
 
 class FP8Statistics(Callback):

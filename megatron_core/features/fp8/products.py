@@ -99,6 +99,8 @@ class FP8Products(MatrixProducts):
         self.keeps_weight = False
         """Whether weights stay equal until this is set again, so that each is quantised once for all micro-batches."""
         self._kept_weight: dict[int, Quantised] = {}
+        self.weight_amaxes: Callable[[], Mapping[FP8Products, Tensor | None]] | None = None
+        """The amaxes in parts of this weight and of those that are quantised in the same step."""
         self.counts: Tensor | None = None
         """If counting is on: numbers of clamped, zeroed and all nonzero elements, ``[3, 3]`` by role; float64."""
 
@@ -202,11 +204,13 @@ class FP8Products(MatrixProducts):
         scales: Scales | None = None,
         record: bool = False,
         sequence: Group = ALONE,
+        amax_in_parts: Tensor | None = None,
     ) -> list[Quantised]:
         """``x`` quantised for each product that sums over a dim of ``sums``, with ``scales`` or its own.
 
         Products need matrices that are contiguous along the summed dim: native kernels write these layouts in one
-        launch. ``record``: add the amax to the history; ``sequence``: more ranks that share the rows of ``x``.
+        launch. ``record``: add the amax to the history; ``sequence``: more ranks that share the rows of ``x``;
+        ``amax_in_parts``: see ``quantise_orders``.
         """
         orders = {ORDERS[summed]: self.blocks(role, summed) for summed in sums}
         dtype = self.dtypes[role]
@@ -227,7 +231,13 @@ class FP8Products(MatrixProducts):
                 is_changed = (record and self.is_delayed) or any(group.size() > 1 for group in groups)
                 change = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
                 quantised = quantise_orders(
-                    x, dtype, orders, power_of_two=self.power_of_two, backend=self.backend, change_amax=change
+                    x,
+                    dtype,
+                    orders,
+                    power_of_two=self.power_of_two,
+                    backend=self.backend,
+                    change_amax=change,
+                    amax_in_parts=amax_in_parts,
                 )
             if self.counts is not None:
                 # Statistics are per cast for a product; both orders of one cast have the same numbers or own scales.
@@ -240,9 +250,12 @@ class FP8Products(MatrixProducts):
         if self._kept_weight:
             return self._kept_weight
         # Without a gradient nothing is recorded, so that the next forward must quantise again.
-        sums = (1, 0) if self.keeps_weight and training else (1,)
-        quantised = dict(zip(sums, self.quantise("weight", weight, *sums, record=training), strict=True))
-        if len(sums) > 1:
+        keeps = self.keeps_weight and training
+        sums = (1, 0) if keeps else (1,)
+        amax = self.weight_amaxes()[self] if keeps and self.weight_amaxes is not None else None
+        matrices = self.quantise("weight", weight, *sums, record=training, amax_in_parts=amax)
+        quantised = dict(zip(sums, matrices, strict=True))
+        if keeps:
             self._kept_weight = quantised
         return quantised
 
