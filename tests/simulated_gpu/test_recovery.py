@@ -1,4 +1,4 @@
-"""``--recover in-process`` through ``pretrain_gpt.py`` on two simulated GPUs, from the first step to the last checkpoint.
+"""``--recover in-process`` through ``pretrain_gpt.py`` on two simulated GPUs, from the first step to the checkpoint.
 
 It shows the order of events, not that NCCL's abort returns: this has not run on a GPU.
 """
@@ -18,11 +18,10 @@ from tests.memory import needs_proc
 from tests.programs import ROOT, ForkedPopen, free_port
 
 pytestmark = needs_proc
-FLAGS = [
-    *"--mock-data --vocab-size 64 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16".split(),
-    *"--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --eval-iters 0 --hidden-dropout 0.1".split(),
-    *"--attention-dropout 0 --bf16 --peak-tflops 1 --recover in-process --distributed-timeout-minutes 0.05".split(),
-]
+MODEL = {"num-layers": 1, "hidden-size": 32, "num-attention-heads": 2, "seq-length": 16, "vocab-size": 64}
+RUN = {"micro-batch-size": 1, "global-batch-size": 4, "train-iters": 6, "eval-iters": 0, "peak-tflops": 1}
+RUN |= {"hidden-dropout": 0.1, "attention-dropout": 0, "recover": "in-process", "distributed-timeout-minutes": 0.05}
+FLAGS = ["--mock-data", "--bf16", *(f"--{name}={value}" for name, value in (MODEL | RUN).items())]
 KILLED = ["kill@1:2", "kill@1:4"]
 SECONDS = 150.0
 
