@@ -24,7 +24,6 @@ from megatron_core.features.fp8.native_casts import (
     Order,
     Source,
     amaxes_in_parts,
-    amaxes_of_list,
     cast_orders,
     part_grid,
     scale_grid,
@@ -212,13 +211,13 @@ def quantise_orders(
     power_of_two: bool = False,
     backend: Backend = "auto",
     change_amax: Callable[[Tensor, Blocks], None] | None = None,
-    amax_in_parts: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> dict[Order, Quantised]:
     """Cast ``x`` to each memory order of ``orders`` with scales from the blocks of that order.
 
     ``change_amax(amax, blocks)``, if given, changes the largest numbers of blocks with a whole extent, before scales
-    are computed from them. ``amax_in_parts``: the result of ``joint_amaxes``, if all blocks are whole. Native kernels
-    need one launch without whole extents or with known amaxes, else two, or more with ``change_amax``.
+    are computed from them. ``amax``: that of ``x``, from ``amaxes_of_list``, if all blocks are whole. Native kernels need
+    one launch without whole extents or with ``amax``, else two, or more with ``change_amax``.
     """
     if not _is_native(x, list(orders.values()), backend):
         by_blocks = {
@@ -227,14 +226,13 @@ def quantise_orders(
         }
         return {order: by_blocks[blocks] for order, blocks in orders.items()}
     with_parts = list(dict.fromkeys(blocks for blocks in orders.values() if None in blocks))
-    if amax_in_parts is not None:
-        grid, amaxes = (len(amax_in_parts), 1), {WHOLE: amax_in_parts}
-    else:
-        grid = part_grid(x, with_parts)
-        amaxes = dict(zip(with_parts, amaxes_in_parts(x, grid, with_parts), strict=True)) if with_parts else {}
+    grid = part_grid(x, with_parts) if amax is None else (len(amax), 1)
+    amaxes = {WHOLE: amax} if amax is not None else {}
+    if with_parts and amax is None:
+        amaxes = dict(zip(with_parts, amaxes_in_parts(x, grid, with_parts), strict=True))
     if change_amax is not None:
-        for blocks, amax in amaxes.items():
-            amaxes[blocks] = _complete(amax, blocks)
+        for blocks, in_parts in amaxes.items():
+            amaxes[blocks] = _complete(in_parts, blocks)
             change_amax(amaxes[blocks], blocks)
         grid = (1, 1)
     sources = {
@@ -247,16 +245,6 @@ def quantise_orders(
         for order, cast in casts.items()
         if cast.scale is not None
     }
-
-
-def joint_amaxes(matrices: Sequence[Tensor], backend: Backend) -> Sequence[Tensor | None]:
-    """The amax of each matrix in parts, for ``quantise_orders``; None if it is not found in one launch for all."""
-    first = matrices[0]
-    # Only launches are saved: a CPU has none.
-    alike = all(matrix.dtype == first.dtype and matrix.is_contiguous() for matrix in matrices)
-    if first.device.type == "cuda" and alike and all(_is_native(matrix, [WHOLE], backend) for matrix in matrices):
-        return amaxes_of_list(matrices)
-    return [None] * len(matrices)
 
 
 def _quantise_reference(

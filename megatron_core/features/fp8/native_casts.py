@@ -68,10 +68,10 @@ def amaxes_of_list(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     """The amaxes of whole, contiguous matrices of one dtype in parts ``[parts, 1]``, in one launch for 64 matrices."""
     elements = max(matrix.numel() for matrix in matrices)
     chunk = max(CHUNK, -(-elements // math.prod(MOST_PARTS) // 64) * 64)
-    parts = [-(-matrix.numel() // chunk) for matrix in matrices]
-    amaxes = matrices[0].new_empty(sum(parts), 1, dtype=torch.promote_types(matrices[0].dtype, torch.float32))
+    counts = [-(-matrix.numel() // chunk) for matrix in matrices]
+    amaxes = matrices[0].new_empty(sum(counts), 1, dtype=torch.promote_types(matrices[0].dtype, torch.float32))
     native.call("largest", matrices[0], len(matrices), table_of(matrices), chunk, amaxes, len(amaxes))
-    return amaxes.split(parts)
+    return amaxes.split(counts)
 
 
 def cast_orders(

@@ -99,8 +99,8 @@ class FP8Products(MatrixProducts):
         self.keeps_weight = False
         """Whether weights stay equal until this is set again, so that each is quantised once for all micro-batches."""
         self._kept_weight: dict[int, Quantised] = {}
-        self.weight_amaxes: Callable[[], Mapping[FP8Products, Tensor | None]] | None = None
-        """The amaxes in parts of this weight and of those that are quantised in the same step."""
+        self.weight_amaxes: Callable[[], Mapping[FP8Products, Tensor]] = dict
+        """The amaxes of this weight and of those that arrive with it, if one launch finds them."""
         self.counts: Tensor | None = None
         """If counting is on: numbers of clamped, zeroed and all nonzero elements, ``[3, 3]`` by role; float64."""
 
@@ -204,13 +204,12 @@ class FP8Products(MatrixProducts):
         scales: Scales | None = None,
         record: bool = False,
         sequence: Group = ALONE,
-        amax_in_parts: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> list[Quantised]:
         """``x`` quantised for each product that sums over a dim of ``sums``, with ``scales`` or its own.
 
         Products need matrices that are contiguous along the summed dim: native kernels write these layouts in one
-        launch. ``record``: add the amax to the history; ``sequence``: more ranks that share the rows of ``x``;
-        ``amax_in_parts``: see ``quantise_orders``.
+        launch. ``record``: add the amax to the history; ``sequence``: more ranks that share the rows of ``x``.
         """
         orders = {ORDERS[summed]: self.blocks(role, summed) for summed in sums}
         dtype = self.dtypes[role]
@@ -229,15 +228,9 @@ class FP8Products(MatrixProducts):
             else:
                 groups = (*self.splits[role], sequence)
                 is_changed = (record and self.is_delayed) or any(group.size() > 1 for group in groups)
-                change = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
+                adapt = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
                 quantised = quantise_orders(
-                    x,
-                    dtype,
-                    orders,
-                    power_of_two=self.power_of_two,
-                    backend=self.backend,
-                    change_amax=change,
-                    amax_in_parts=amax_in_parts,
+                    x, dtype, orders, power_of_two=self.power_of_two, backend=self.backend, change_amax=adapt, amax=amax
                 )
             if self.counts is not None:
                 # Statistics are per cast for a product; both orders of one cast have the same numbers or own scales.
@@ -252,9 +245,8 @@ class FP8Products(MatrixProducts):
         # Without a gradient nothing is recorded, so that the next forward must quantise again.
         keeps = self.keeps_weight and training
         sums = (1, 0) if keeps else (1,)
-        amax = self.weight_amaxes()[self] if keeps and self.weight_amaxes is not None else None
-        matrices = self.quantise("weight", weight, *sums, record=training, amax_in_parts=amax)
-        quantised = dict(zip(sums, matrices, strict=True))
+        amax = self.weight_amaxes().get(self) if keeps else None
+        quantised = dict(zip(sums, self.quantise("weight", weight, *sums, record=training, amax=amax), strict=True))
         if keeps:
             self._kept_weight = quantised
         return quantised
