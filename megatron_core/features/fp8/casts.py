@@ -216,7 +216,7 @@ def quantise_orders(
     """Cast ``x`` to each memory order of ``orders`` with scales from the blocks of that order.
 
     ``change_amax(amax, blocks)``, if given, changes the largest numbers of blocks with a whole extent, before scales
-    are computed from them. ``amax``: that of ``x``, from ``amaxes_of_list``, if all blocks are whole. Native kernels need
+    are computed from them. ``amax``: that of ``x``, from ``amaxes_of_list``, for whole blocks. Native kernels need
     one launch without whole extents or with ``amax``, else two, or more with ``change_amax``.
     """
     if not _is_native(x, list(orders.values()), backend):
