@@ -108,16 +108,15 @@ def is_batched(main_grad: Tensor, x: Tensor, counts: Sequence[int]) -> bool:
 
 def _padded(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """Each ``[R, n]`` as ``[E, longest, n]``, filled with zeros."""
-    # Groups of equal sizes, as with a capacity, need no copy.
     longest = max(counts)
-    if min(counts) == longest:
-        return [rows.unflatten(0, (len(counts), longest)) for rows in tensors]
-    device = tensors[0].device
-    row = torch.arange(len(tensors[0]), device=device)
-    group = torch.searchsorted(ends_of(counts, device).long(), row, right=True)
-    # Padding moves the rows of each group by one distance, so the targets need one addition.
-    shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
-    target = row + copied_to(shifts, torch.int64, device)[group]
-    size = len(counts) * longest
-    padded = (rows.new_zeros(size, rows.shape[1]).index_copy_(0, target, rows) for rows in tensors)
-    return [rows.unflatten(0, (len(counts), longest)) for rows in padded]
+    # Groups of equal sizes, as with a capacity, need no copy.
+    if min(counts) < longest:
+        device = tensors[0].device
+        row = torch.arange(len(tensors[0]), device=device)
+        group = torch.searchsorted(ends_of(counts, device).long(), row, right=True)
+        # Padding moves the rows of each group by one distance, so the targets need one addition.
+        shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
+        target = row + copied_to(shifts, torch.int64, device)[group]
+        size = len(counts) * longest
+        tensors = [rows.new_zeros(size, rows.shape[1]).index_copy_(0, target, rows) for rows in tensors]
+    return [rows.unflatten(0, (len(counts), longest)) for rows in tensors]

@@ -91,7 +91,7 @@ class AmaxHistories:
         steps = self.settings.fp8_amax_history_len
         self._history = torch.zeros(len(self.layers), steps, len(ROLES), device=self.device)
         for layer, history in zip(self.layers.values(), self._history, strict=True):
-            layer.history = history
+            layer.history, layer.known_scales = history, None
 
     def pieces(self) -> Iterator[TensorBox]:
         """The histories as pieces of a checkpoint; every rank with the layer has the complete history."""
@@ -119,7 +119,7 @@ class AmaxHistories:
         """Clear the histories."""
         self._history = None
         for layer in self.layers.values():
-            layer.history = None
+            layer.history = layer.known_scales = None
 
     def count(self, *, wanted: bool) -> None:
         """Start or stop counting clamped and zeroed elements."""

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
-
-from torch import Tensor, nn
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.features.fp8.arithmetic import fp8_of
-from megatron_core.features.fp8.native_casts import amaxes_of_list
-from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import FP8Config
-from megatron_core.ops.backend import select_backend
 from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.parts import RunPart
@@ -34,13 +27,12 @@ class FP8Part(RunPart):
         group = run.groups.group("tp-dp-cp")
         settings = run.config.section(FP8Config)
         self.histories = AmaxHistories(run.stages.values(), settings, group, run.world.device)
-        self._keeps_weights = run.config.parallel.dp_zero_stage < 3
-        self._linears: list[dict[FP8Products, nn.Module]] = []
-        """Of each unit of data parallelism, whose weights arrive together; without those of experts."""
+        # The weights of a unit of data parallelism arrive together, so that the first use may read all.
         units = (unit for stage in run.stages.values() for unit in stage.units())
-        for unit in units if settings.fp8_recipe == "tensorwise" and self._keeps_weights else ():
+        for unit in units if settings.fp8_recipe == "tensorwise" else ():
             linears = {fp8_of(linear): linear for module in unit for linear in module.modules()}
-            self._linears.append({of: linear for of, linear in linears.items() if of and not of.by_row})
+            for products in filter(None, linears):
+                products.unit = {of: linear for of, linear in linears.items() if of and not of.by_row}
 
     def notes(self) -> Iterator[str]:
         """Reasons for which FP8 is slow or pointless here."""
@@ -60,11 +52,7 @@ class FP8Part(RunPart):
     def before_step(self) -> None:
         """Quantise each weight once in the step."""
         # ZeRO stage 3 frees a weight after its layer; both orders in FP8 would hold the bytes of a weight in 16 bits.
-        self.histories.begin_step(keeps_weights=self._keeps_weights)
-        for linears in self._linears:
-            amaxes = cache(partial(_amaxes_of, linears))  # found at the first use
-            for products in linears:
-                products.weight_amaxes = amaxes
+        self.histories.begin_step(keeps_weights=self.run.config.parallel.dp_zero_stage < 3)
 
     def after_gradients(self) -> None:
         """Add the step to the histories, before the update, which may gather weights with the new scales."""
@@ -83,15 +71,6 @@ class FP8Part(RunPart):
     def pieces_to_load(self, reader: StateReader) -> Iterable[TensorBox]:
         """The histories, as far as the checkpoint has them."""
         return self.histories.pieces_to_load(reader)
-
-
-def _amaxes_of(linears: Mapping[FP8Products, Any]) -> Mapping[FP8Products, Tensor]:
-    """The amaxes of the weights of linear layers, found in one launch; empty without a native kernel on a GPU."""
-    weights = [linear.weight.detach() for linear in linears.values()]
-    backend = next(iter(linears)).backend
-    if not weights[0].is_cuda or select_backend("fp8", backend, "cuda", weights[0].dtype) != "native":
-        return {}
-    return dict(zip(linears, amaxes_of_list(weights), strict=True))
 
 
 class FP8Statistics(Callback):
