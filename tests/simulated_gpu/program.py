@@ -40,7 +40,7 @@ def main() -> None:
         abort(*groups)
 
     dist.init_process_group, dist.distributed_c10d._abort_process_group = with_gloo, aborted
-    gpu_groups.ABORT_SECONDS = 1.0
+    gpu_groups.ABORT_SECONDS = 3.0
     sys.argv[0] = str(PROGRAM)
     with simulated_gpu():
         runpy.run_path(str(PROGRAM), run_name="__main__")
