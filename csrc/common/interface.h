@@ -13,7 +13,7 @@
 namespace megatron {
 // Increase it whenever a function is added or its signature changes; megatron_core/ops/native.py accepts no other
 // version.
-constexpr int kInterface = 13;
+constexpr int kInterface = 14;
 enum DType : int64_t { Float32 = 0, Float64 = 1, BFloat16 = 2, Float16 = 3 };
 constexpr const char* kWrongDType = "unsupported data type";
 }  // namespace megatron

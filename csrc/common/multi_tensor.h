@@ -12,6 +12,11 @@ MEGATRON_API const char* megatron_squared_norm(int64_t dtype, int64_t num_tensor
                                                void* partial, int64_t num_partials, void* total, int64_t threads,
                                                void* stream);
 
+// partial [num_partials] = the largest |x| of each chunk, in the order of the tensors; NaN if there is a NaN; float, or
+// double for Float64. table [num_tensors, 2]: size, x.
+MEGATRON_API const char* megatron_largest(int64_t dtype, int64_t num_tensors, const void* table, int64_t chunk,
+                                          void* partial, int64_t num_partials, int64_t threads, void* stream);
+
 // x *= factor; table [num_tensors, 2]: size, x.
 MEGATRON_API const char* megatron_scale(int64_t dtype, int64_t num_tensors, const void* table, int64_t chunk,
                                         double factor, int64_t threads, void* stream);

@@ -17,12 +17,6 @@ template <typename F> void for_tiles(Blocked in, int64_t threads, const F& work)
   });
 }
 
-// The absolute value as bits, ordered like the numbers; NaN's are the largest.
-inline uint32_t magnitude(float v) { return same_bits<uint32_t>(v) & 0x7fffffffu; }
-inline uint64_t magnitude(double v) { return same_bits<uint64_t>(v) & 0x7fffffffffffffffu; }
-inline float number(uint32_t magnitude) { return same_bits<float>(magnitude); }
-inline double number(uint64_t magnitude) { return same_bits<double>(magnitude); }
-
 // Row i of a tile in a buffer of floats, or doubles.
 template <typename T> void fetch(const T* x, Blocked in, Tile tile, int64_t i, Wide<T>* buffer) {
   const T* from = x + (tile.matrix * in.rows + tile.row + i) * in.columns + tile.column;

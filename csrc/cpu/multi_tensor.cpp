@@ -53,6 +53,16 @@ template <typename T> double sum_of_squares(const T* x, int64_t count) {
   }).of[0];
 }
 
+template <typename T> Wide<T> largest_magnitude(const T* x, int64_t count) {
+  Wide<T> lanes[kLanes<T>];
+  decltype(magnitude(lanes[0])) most[kLanes<T>] = {};
+  for_row<T>(count, [&](int64_t i, auto n) {
+    store(lanes, load(x + i, n), All());
+    for (int k = 0; k < kLanes<T>; ++k) most[k] = std::max(most[k], magnitude(lanes[k]));
+  });
+  return number(*std::max_element(most, most + kLanes<T>));
+}
+
 template <typename A> struct AdamW { A factor, beta1, rest1, beta2, rest2, keep, step_size, correction, epsilon; };
 
 template <typename G, typename C>
@@ -87,6 +97,16 @@ const char* megatron_squared_norm(int64_t dtype, int64_t num_tensors, const void
     *at<double>(total) = sum_row<double, 1>(num_partials, [=](int64_t i, auto n, DoubleVec* sums) {
       sums[0] += load(sums_of_chunks + i, n);
     }).of[0];
+  });
+}
+
+const char* megatron_largest(int64_t dtype, int64_t num_tensors, const void* table, int64_t chunk, void* partial,
+                             int64_t, int64_t threads, void*) {
+  return with_dtype(dtype, [=](auto type) {
+    using T = decltype(type);
+    for_chunks(table, num_tensors, 1, chunk, threads, [=](const Chunk& own) {
+      at<Wide<T>>(partial)[own.number] = largest_magnitude(own.of<const T>(0), own.count);
+    });
   });
 }
 

@@ -68,6 +68,12 @@ template <typename To, typename From> MEGATRON_INLINE To same_bits(From from) {
   return to;
 }
 
+// The absolute value as bits, ordered like the numbers; NaN's are the largest.
+inline uint32_t magnitude(float v) { return same_bits<uint32_t>(v) & 0x7fffffffu; }
+inline uint64_t magnitude(double v) { return same_bits<uint64_t>(v) & 0x7fffffffffffffffu; }
+inline float number(uint32_t magnitude) { return same_bits<float>(magnitude); }
+inline double number(uint64_t magnitude) { return same_bits<double>(magnitude); }
+
 // 16 bits per lane, zero-extended, and back, for lanes whose upper 16 bits are zero. GCC 12 generates four instructions
 // for the first and a table look-up for the second.
 #if defined(__AVX512F__)

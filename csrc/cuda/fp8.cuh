@@ -3,7 +3,7 @@
 #pragma once
 #include "common/fp8.h"
 #include "common/fp8_math.h"
-#include "cuda/platform.cuh"
+#include "cuda/rows.cuh"
 
 namespace megatron {
 
@@ -175,10 +175,7 @@ __device__ inline void find_scales(const Tile<N>& tile, const Scales& scales, Pa
 
 // The largest of all threads' numbers, to a number in memory that other blocks raise, too.
 __device__ inline void raise(Array<unsigned> total, unsigned largest, TileMaxima& scratch) {
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const unsigned other = bits_as<unsigned>(__shfl_xor_sync(0xffffffffu, bits_as<float>(largest), lanes));
-    largest = other > largest ? other : largest;
-  }
+  largest = largest_of_warp(largest);
   clear(scratch);
   if (threadIdx.x % 32 == 0) atomicMax(&scratch[0], largest);
   __syncthreads();

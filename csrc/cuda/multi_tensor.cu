@@ -38,6 +38,17 @@ const char* megatron_squared_norm(int64_t dtype, int64_t num_tensors, const void
   return LAUNCH(sum_doubles, 1, kTableThreads, stream, sums, num_partials, Array<double>(total, 1));
 }
 
+const char* megatron_largest(int64_t dtype, int64_t num_tensors, const void* table, int64_t chunk, void* partial,
+                             int64_t num_partials, int64_t, void* stream) {
+  const Array<float> largest(partial, num_partials);
+  return with_dtype(dtype, [=](auto type) {
+    auto kernel = largest_kernel<decltype(type)>;
+    return with_tables<1>(table, num_tensors, chunk, [=](const Table<1>& part, int64_t chunks, int64_t done) {
+      return LAUNCH(kernel, chunks, kTableThreads, stream, part, chunk, largest, done);
+    });
+  });
+}
+
 const char* megatron_scale(int64_t dtype, int64_t num_tensors, const void* table, int64_t chunk, double factor,
                            int64_t, void* stream) {
   return with_dtype(dtype, [=](auto type) {

@@ -2,7 +2,7 @@
 // of elements per thread at a time.
 #pragma once
 #include "common/interface.h"
-#include "cuda/platform.cuh"
+#include "cuda/rows.cuh"
 
 namespace megatron {
 
@@ -94,6 +94,30 @@ __global__ void __launch_bounds__(kTableThreads)
   for (int64_t i = threadIdx.x; i < num_partials; i += blockDim.x) sum += partial.get(i);
   sum = sum_of_block(sum, scratch);
   if (threadIdx.x == 0) total.set(0, sum);
+}
+
+// partial[done + chunk] = the largest |x| of each chunk; the bits of NaN are larger than those of numbers.
+template <typename T>
+__global__ void __launch_bounds__(kTableThreads)
+    largest_kernel(Table<1> table, int64_t chunk, Array<float> partial, int64_t done) {
+  __shared__ Shared<unsigned, 1> most;
+  if (threadIdx.x == 0) most[0] = 0;
+  __syncthreads();
+  const Part part = own_part(table, chunk);
+  constexpr int N = 16 / sizeof(T);
+  const Packs<T, N> x(table.pointers[part.tensor][0], table.size[part.tensor]);
+  unsigned largest = 0;
+  for_each<N, 4>(part, [&](int64_t i) {
+    const Pack<T, N> v = x.load(i);
+    for (int k = 0; k < N; ++k) {
+      const unsigned bits = bits_as<unsigned>(to_float(v.of[k])) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
+  });
+  largest = largest_of_warp(largest);
+  if (threadIdx.x % 32 == 0) atomicMax(&most[0], largest);
+  __syncthreads();
+  if (threadIdx.x == 0) partial.set(done + blockIdx.x, bits_as<float>(most[0]));
 }
 
 template <typename T>

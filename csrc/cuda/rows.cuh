@@ -1,5 +1,6 @@
 // Common parts of rowwise kernels: a row distributed over a block's threads, sums over the block, sums over rows.
 #pragma once
+#include "common/fp8_math.h"
 #include "common/interface.h"
 #include "cuda/platform.cuh"
 
@@ -96,6 +97,15 @@ __device__ inline Two warp_sum(Two v) {
     v.b += __shfl_xor_sync(0xffffffffu, v.b, lane);
   }
   return v;
+}
+
+// The largest of a warp's numbers.
+__device__ inline unsigned largest_of_warp(unsigned largest) {
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const unsigned other = bits_as<unsigned>(__shfl_xor_sync(0xffffffffu, bits_as<float>(largest), lanes));
+    largest = other > largest ? other : largest;
+  }
+  return largest;
 }
 
 // Combines a block's numbers as join_warp combines a warp's; `nothing` is the neutral element.

@@ -17,7 +17,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.features.fp8.amax_history import AmaxHistories, pieces_to_load_of
+from megatron_core.features.fp8.amax_history import AmaxHistories
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.training.loading import load_state
@@ -123,7 +123,8 @@ class EngineCheckpoints:
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer):
                 has_state = bool(stored["optimizer_steps"] or {*opened.kinds} - {"main", AVERAGE.name})
                 self._optimizer.load(opened, stored.get("param_groups", []), has_state=has_state)
-            loaded = load_state(config, reader, self._data, self._optimizer, pieces_to_load_of(self._fp8))
+            pieces = (lambda reader: ()) if self._fp8 is None else self._fp8.pieces_to_load
+            loaded = load_state(config, reader, self._data, self._optimizer, pieces)
         if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
             self._set_rates(stored.get("param_groups", []))
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}

@@ -107,14 +107,14 @@ def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     # One sum for each chunk, added in the order of chunks: the number of threads cannot change the order.
     partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in nonempty), dtype=torch.float64, device=device)
     total = torch.empty((), dtype=torch.float64, device=device)
-    table = _table(nonempty)
+    table = table_of(nonempty)
     native.call("squared_norm", tensors[0], len(table), table, CHUNK, partial, len(partial), total)
     return total
 
 
 @define("scale_", mutates_args=("tensors",))
 def _scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    table = _table(tensors)
+    table = table_of(tensors)
     native.call("scale", tensors[0], len(table), table, CHUNK, float(factor))
 
 
@@ -133,7 +133,7 @@ def _adamw_(
     correction: float,
     epsilon: float,
 ) -> None:
-    table = _table(grads, weights, exp_avgs, exp_avg_sqs, copies or None)
+    table = table_of(grads, weights, exp_avgs, exp_avg_sqs, copies or None)
     copy_dtype = copies[0].dtype if copies else torch.float32
     numbers = map(float, (factor, beta1, beta2, keep, step_size, correction, epsilon))
     native.call("adamw", grads[0], copy_dtype, len(table), table, CHUNK, *numbers)
@@ -152,7 +152,7 @@ def _refuse(ctx: object, inputs: tuple, output: object) -> NoReturn:
 torch.library.register_autograd("megatron_core::squared_norm", _refuse, setup_context=_refuse)
 
 
-def _table(first_list: Sequence[Tensor], *further_lists: Sequence[Tensor] | None) -> Tensor:
+def table_of(first_list: Sequence[Tensor], *further_lists: Sequence[Tensor] | None) -> Tensor:
     """The table of csrc/common/multi_tensor.h for corresponding lists: sizes and addresses (0 for None)."""
     rows = [
         [tensor.numel(), *(0 if tensors is None else tensors[i].data_ptr() for tensors in (first_list, *further_lists))]

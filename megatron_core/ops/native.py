@@ -15,7 +15,7 @@ from megatron_core.errors import ConfigError
 FOLDER = Path(__file__).with_name("lib")
 """Output folder of the build."""
 
-INTERFACE = 13
+INTERFACE = 14
 """The version of csrc/common/interface.h that this file calls."""
 
 DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -113,8 +113,14 @@ class LaterTokens:
             # 1 is added so that the fill value 0 beyond the end equals no document.
             same = _ahead(documents + 1, ahead) == documents + 1
             for shifted, sequences in zip(by_name, (_ahead(labels, ahead), _ahead(masks, ahead) * same), strict=True):
-                shifted.append(split.local(sequences).to(device, non_blocking=True))
+                shifted.append(to_device(split.local(sequences), device))
         return cls(torch.stack(by_name[0]), torch.stack(by_name[1]))
+
+
+def to_device(on_host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; a copy to a GPU does not block the host."""
+    # A copy from pageable memory would wait for all work of the GPU.
+    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
 def _ahead(x: Tensor, by: int) -> Tensor:
@@ -165,7 +171,7 @@ class MicroBatch(SequenceDetails):
         additional tokens to predict."""
         length = batch["tokens"].shape[1]
         entries = {
-            name: split.local(batch[name]).to(device, non_blocking=True)
+            name: to_device(split.local(batch[name]), device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
             if name in batch
         }
@@ -174,10 +180,10 @@ class MicroBatch(SequenceDetails):
         return cls(
             **entries,
             positions=split.positions(length, device),
-            sample_index=batch["sample_index"].to(device, non_blocking=True),
+            sample_index=to_device(batch["sample_index"], device),
             residual_length=split.residual_length(entries["tokens"].shape[1]),
             # Rows are padded with 0 by the loader, because a batch is a tensor.
             document_lengths=None if lengths is None else tuple(tuple(filter(None, row)) for row in lengths.tolist()),
             later=LaterTokens.of(batch, later, split, device) if later else None,
-            source=None if source is None else source.to(device, non_blocking=True),
+            source=None if source is None else to_device(source, device),
         )

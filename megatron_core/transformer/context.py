@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError, LayoutError
+from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, ContextGroups, Group, ParallelGroups
 from megatron_core.parallel.initialization import Normal
-from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.parallel.micro_batch import SequenceSplit, to_device
 from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
@@ -159,10 +160,7 @@ class PackedDocuments:
         """
         lengths = [length for row in self.lengths for length in row]
         # int32, as variable-length attention requires.
-        starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
-        # Pinned: a copy from pageable memory would wait for the queued work of the GPU.
-        on_host = starts.pin_memory() if self.device.type == "cuda" else starts
-        return on_host.to(self.device, non_blocking=True)
+        return copied_to(accumulate(lengths, initial=0), torch.int32, self.device)
 
     @cached_property
     def ages(self) -> Tensor:
@@ -171,7 +169,7 @@ class PackedDocuments:
         Computed at the first use, as ``masked``.
         """
         ages = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in self.lengths])
-        return ages.to(self.device, non_blocking=True)
+        return to_device(ages, self.device)
 
     @property
     def longest(self) -> int:
@@ -185,7 +183,7 @@ class PackedDocuments:
         Computed at the first use and cached for all layers of the micro-batch.
         """
         blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in row)) for row in self.lengths]
-        return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
+        return ~to_device(torch.stack(blocks).tril().unsqueeze(1), self.device)
 
 
 def cut_documents(

@@ -26,11 +26,13 @@ from megatron_core.features.fp8.casts import (
     quantise_orders,
     scale_of,
 )
+from megatron_core.features.fp8.native_casts import amaxes_of_list
 from megatron_core.features.fp8.products import FP8Products
 from megatron_core.features.fp8.scaled_product import product
 from megatron_core.features.fp8.settings import FP8Config
 from megatron_core.ops import native
 from megatron_core.parallel.groups import ALONE
+from tests.ops.run_all import off_16_bytes
 
 SHAPES = [(256, 384), (130, 200), (3, 5), (1, 129), (2, 64, 96)]
 BLOCKS = [WHOLE, ROWS, COLUMNS, Blocks(1, 128), Blocks(128, 1), Blocks(128, 128), Blocks(1, 32), Blocks(32, 1)]
@@ -192,3 +194,24 @@ def test_histories_are_rolled_in_one_launch(kernels: str, algorithm: str) -> Non
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
     assert not results[0][2].any() and results[0][0][2, 0] == 1.0
+
+
+@pytest.mark.parametrize("is_off", [False, True], ids=["aligned", "off"])
+@pytest.mark.parametrize("dtype", CASTS, ids=str)
+def test_amaxes_of_a_list_are_those_of_each_matrix(kernels: str, dtype: torch.dtype, is_off: bool) -> None:
+    """Of more matrices than a table holds and more than one part, in float64; casts have the same bits with them."""
+    shapes = [(1, 1), (3, 5), (130, 200), (1, 70_000), *[(2, 3)] * 62]
+    matrices = [off_16_bytes(matrix(shape, dtype)) if is_off else matrix(shape, dtype) for shape in shapes]
+    matrices[1][2, 4] = math.nan
+    matrices[4][1, 2] = -math.inf
+    parts = amaxes_of_list(matrices)
+    assert len(parts[3]) == 5
+    for x, amax in zip(matrices, parts, strict=True):
+        expected = x.double().abs().amax() if not x.isnan().any() else torch.tensor(math.nan, dtype=torch.float64)
+        assert torch.equal(amax.double().amax(), expected) or (expected.isnan() and amax.isnan().any())
+    orders = {"rows": WHOLE, "columns": WHOLE}
+    for x, amax in zip(matrices[2:5], parts[2:5], strict=True):
+        alone = quantise_orders(x, E4M3, orders, backend="native")
+        for order, cast in quantise_orders(x, E4M3, orders, backend="native", amax=amax).items():
+            for name in ("data", "scale", "inverse"):
+                assert torch.equal(bits(getattr(cast, name)), bits(getattr(alone[order], name))), name

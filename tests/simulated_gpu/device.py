@@ -197,6 +197,11 @@ class OnGPU(Tensor):
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if name == "copy_" and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
             return _copy(*args, *kwargs.values())
+        if name == "_foreach_copy_" and {type(each) for each in (*args[0], *args[1])} > {cls}:
+            # torch copies lists on two devices one after another.
+            for to, source in zip(args[0], args[1], strict=True):
+                to.copy_(source, *args[2:], **kwargs)
+            return None
         found = _tensors([*args, *kwargs.values()])
         _check(func, name, found, args, kwargs)
         plain = {id(each): on_host(each) for each in found if isinstance(each, cls)}

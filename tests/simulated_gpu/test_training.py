@@ -26,6 +26,7 @@ from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.ops import libraries
+from tests.parity.context_rows import CP2
 from tests.parity.moe_rows import ALL_GATHER, DROP, EP2, MIXTRAL, PADDED
 from tests.parity.recurrent_rows import MAMBA
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
@@ -161,10 +162,24 @@ def waits_of_program(settings: dict, folder: str) -> tuple[dict[str, int], list[
     return dict(at_start[5] - at_start[3]), events
 
 
-def test_a_program_waits_once_for_each_step(tmp_path: Path) -> None:
-    """The meter reads the events of the interval before: reading the last event would wait for the update."""
-    [(found, _)] = run_ranks(1, waits_of_program, {}, str(tmp_path))
-    assert list(found.values()) == [2] and "driver.py" in next(iter(found))
+WAITING_ONCE: dict[str, tuple[int, dict]] = {
+    "one rank": (1, {}),
+    "packed, masks": (1, PACKED | {"attention_backend": "unfused"}),
+    "packed, recurrent": (1, MAMBA | PACKED),
+    "later tokens": (1, {"mtp_num_layers": 1, "position_embedding_type": "rope"}),
+    "cp2, packed": (2, CP2 | PACKED),
+    "fp8": (1, BF16 | {"fp8_format": "hybrid", "fp8_recipe": "delayed"}),
+}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("settings", WAITING_ONCE)
+def test_a_program_waits_once_for_each_step(settings: str, tmp_path: Path) -> None:
+    """The meter reads the events of the interval before: reading the last event would wait for the update. Positions
+    and masks of the host are copied from pinned memory."""
+    ranks, layout = WAITING_ONCE[settings]
+    for found, _ in run_ranks(ranks, waits_of_program, layout, str(tmp_path)):
+        assert list(found.values()) == [2] and "driver.py" in next(iter(found))
 
 
 def test_collectives_have_events_in_sampled_steps_only(tmp_path: Path) -> None:
@@ -252,7 +267,8 @@ def train_planted(place: str, old: str, new: str, settings: dict) -> list[float]
 def test_finds_a_mask_on_the_cpu() -> None:
     settings = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
     settings["attention_backend"] = "unfused"
-    place = "transformer.context:PackedDocuments.masked", ".to(self.device, non_blocking=True)", ""
+    mask = "torch.stack(blocks).tril().unsqueeze(1)"
+    place = "transformer.context:PackedDocuments.masked", f"to_device({mask}, self.device)", mask
     with pytest.raises(RankFailure, match="on cpu"):
         run_ranks(1, train_planted, *place, settings)
 

@@ -89,7 +89,7 @@ def accumulate_grouped_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor
     One batched product if ``is_batched`` holds, else ``accumulate_weight_grad_`` for each group.
     """
     if is_batched(main_grad, x, counts):
-        groups = _padded(grad_y, counts), _padded(x, counts)
+        groups = _padded((grad_y, x), counts)
         torch.baddbmm(main_grad, groups[0].mT, groups[1], out_dtype=main_grad.dtype, out=main_grad)
         return
     for run, gradient in zip(runs(counts), main_grad, strict=True):
@@ -106,16 +106,17 @@ def is_batched(main_grad: Tensor, x: Tensor, counts: Sequence[int]) -> bool:
     return 0 < max(counts) * len(counts) <= MOST_PADDING * sum(counts)
 
 
-def _padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """``rows`` ``[R, n]`` as ``[E, longest, n]``, filled with zeros."""
-    # Groups of equal sizes, as with a capacity, need no copy.
+def _padded(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Each ``[R, n]`` as ``[E, longest, n]``, filled with zeros."""
     longest = max(counts)
-    if min(counts) == longest:
-        return rows.unflatten(0, (len(counts), longest))
-    row = torch.arange(len(rows), device=rows.device)
-    group = torch.searchsorted(ends_of(counts, rows.device).long(), row, right=True)
-    # Padding moves the rows of each group by one distance, so the targets need one addition.
-    shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
-    target = row + copied_to(shifts, torch.int64, rows.device)[group]
-    padded = rows.new_zeros(len(counts) * longest, rows.shape[1]).index_copy_(0, target, rows)
-    return padded.unflatten(0, (len(counts), longest))
+    # Groups of equal sizes, as with a capacity, need no copy.
+    if min(counts) < longest:
+        device = tensors[0].device
+        row = torch.arange(len(tensors[0]), device=device)
+        group = torch.searchsorted(ends_of(counts, device).long(), row, right=True)
+        # Padding moves the rows of each group by one distance, so the targets need one addition.
+        shifts = (number * longest - run.start for number, run in enumerate(runs(counts)))
+        target = row + copied_to(shifts, torch.int64, device)[group]
+        size = len(counts) * longest
+        tensors = [rows.new_zeros(size, rows.shape[1]).index_copy_(0, target, rows) for rows in tensors]
+    return [rows.unflatten(0, (len(counts), longest)) for rows in tensors]

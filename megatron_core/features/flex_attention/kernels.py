@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import GRAPHS
+from megatron_core.parallel.micro_batch import to_device
 from megatron_core.transformer.context import PackedDocuments
 from megatron_core.transformer.core_attention import CoreAttention
 
@@ -147,8 +148,7 @@ def block_mask(first: Tensor, device: torch.device) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    first = first.pin_memory() if device.type == "cuda" else first
-    first = first.to(device, non_blocking=True)
+    first = to_device(first, device)
     batch, length = first.shape
     query_block = torch.arange(-(-length // BLOCK), device=device, dtype=torch.int32)
     last_query = (BLOCK * (query_block + 1)).clamp_max(length) - 1

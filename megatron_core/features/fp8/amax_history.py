@@ -91,7 +91,7 @@ class AmaxHistories:
         steps = self.settings.fp8_amax_history_len
         self._history = torch.zeros(len(self.layers), steps, len(ROLES), device=self.device)
         for layer, history in zip(self.layers.values(), self._history, strict=True):
-            layer.history = history
+            layer.history, layer.known_scales = history, None
 
     def pieces(self) -> Iterator[TensorBox]:
         """The histories as pieces of a checkpoint; every rank with the layer has the complete history."""
@@ -105,7 +105,9 @@ class AmaxHistories:
         length = reader.state["config"].get("fp8_amax_history_len")
         if length == self.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
             return pieces
-        self.forget()
+        self._history = None
+        for layer in self.layers.values():
+            layer.history = layer.known_scales = None
         if self.group.rank() == 0:
             print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")
         return []
@@ -114,12 +116,6 @@ class AmaxHistories:
         for name, history in histories.items():
             shape = tuple(history.shape)
             yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, self.group.rank() == 0)
-
-    def forget(self) -> None:
-        """Clear the histories."""
-        self._history = None
-        for layer in self.layers.values():
-            layer.history = None
 
     def count(self, *, wanted: bool) -> None:
         """Start or stop counting clamped and zeroed elements."""
@@ -161,8 +157,3 @@ def roll(latest: Tensor, history: Tensor, layer: FP8Products) -> Sequence[Tensor
 def update_of(histories: AmaxHistories | None) -> Callable[[], None]:
     """The function that adds a step to ``histories``."""
     return (lambda: None) if histories is None else histories.update
-
-
-def pieces_to_load_of(histories: AmaxHistories | None) -> Callable[[Any], Iterable[TensorBox]]:
-    """The function from a reader to the pieces that ``histories`` load from it."""
-    return (lambda reader: ()) if histories is None else histories.pieces_to_load

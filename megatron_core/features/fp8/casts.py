@@ -211,11 +211,13 @@ def quantise_orders(
     power_of_two: bool = False,
     backend: Backend = "auto",
     change_amax: Callable[[Tensor, Blocks], None] | None = None,
+    amax: Tensor | None = None,
 ) -> dict[Order, Quantised]:
     """Cast ``x`` to each memory order of ``orders`` with scales from the blocks of that order.
 
     ``change_amax(amax, blocks)``, if given, changes the largest numbers of blocks with a whole extent, before scales
-    are computed from them. Native kernels need one launch without whole extents, else two, or more with it.
+    are computed from them. ``amax``: that of ``x``, from ``amaxes_of_list``, for whole blocks. Native kernels need
+    one launch without whole extents or with ``amax``, else two, or more with ``change_amax``.
     """
     if not _is_native(x, list(orders.values()), backend):
         by_blocks = {
@@ -224,11 +226,13 @@ def quantise_orders(
         }
         return {order: by_blocks[blocks] for order, blocks in orders.items()}
     with_parts = list(dict.fromkeys(blocks for blocks in orders.values() if None in blocks))
-    grid = part_grid(x, with_parts)
-    amaxes = dict(zip(with_parts, amaxes_in_parts(x, grid, with_parts), strict=True)) if with_parts else {}
+    grid = part_grid(x, with_parts) if amax is None else (len(amax), 1)
+    amaxes = {WHOLE: amax} if amax is not None else {}
+    if with_parts and amax is None:
+        amaxes = dict(zip(with_parts, amaxes_in_parts(x, grid, with_parts), strict=True))
     if change_amax is not None:
-        for blocks, amax in amaxes.items():
-            amaxes[blocks] = _complete(amax, blocks)
+        for blocks, in_parts in amaxes.items():
+            amaxes[blocks] = _complete(in_parts, blocks)
             change_amax(amaxes[blocks], blocks)
         grid = (1, 1)
     sources = {

@@ -6,6 +6,7 @@ scales and casts. Other blocks need one launch for everything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.ops import native
+from megatron_core.ops.multi_tensor import CHUNK, table_of
 from megatron_core.ops.operator import are_plain, define
 
 Order = Literal["rows", "columns"]
@@ -60,6 +62,16 @@ def amaxes_in_parts(
     """The amaxes of one or two kinds of blocks of ``x``; a whole extent has a number for each part of ``grid``."""
     amaxes: Sequence[Tensor] = _call(_fp8_amax, x.contiguous(), *grid, _extents(blocks))
     return amaxes
+
+
+def amaxes_of_list(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The amaxes of whole, contiguous matrices of one dtype in parts ``[parts, 1]``, in one launch for 64 matrices."""
+    elements = max(matrix.numel() for matrix in matrices)
+    chunk = max(CHUNK, -(-elements // math.prod(MOST_PARTS) // 64) * 64)
+    counts = [-(-matrix.numel() // chunk) for matrix in matrices]
+    amaxes = matrices[0].new_empty(sum(counts), 1, dtype=torch.promote_types(matrices[0].dtype, torch.float32))
+    native.call("largest", matrices[0], len(matrices), table_of(matrices), chunk, amaxes, len(amaxes))
+    return amaxes.split(counts)
 
 
 def cast_orders(

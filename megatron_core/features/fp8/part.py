@@ -8,6 +8,7 @@ from itertools import chain
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.features.fp8.amax_history import AmaxHistories
+from megatron_core.features.fp8.arithmetic import fp8_of
 from megatron_core.features.fp8.rules import block_size
 from megatron_core.features.fp8.scaled_product import scaled_product_unavailable_reason
 from megatron_core.features.fp8.settings import FP8Config
@@ -24,7 +25,14 @@ class FP8Part(RunPart):
     def __init__(self, run: Run) -> None:
         self.run = run
         group = run.groups.group("tp-dp-cp")
-        self.histories = AmaxHistories(run.stages.values(), run.config.section(FP8Config), group, run.world.device)
+        settings = run.config.section(FP8Config)
+        self.histories = AmaxHistories(run.stages.values(), settings, group, run.world.device)
+        # The weights of a unit of data parallelism arrive together, so that the first use may read all.
+        units = (unit for stage in run.stages.values() for unit in stage.units())
+        for unit in units if settings.fp8_recipe == "tensorwise" else ():
+            linears = {fp8_of(linear): linear for module in unit for linear in module.modules()}
+            for products in filter(None, linears):
+                products.unit = {of: linear for of, linear in linears.items() if of and not of.by_row}
 
     def notes(self) -> Iterator[str]:
         """Reasons for which FP8 is slow or pointless here."""

@@ -42,10 +42,11 @@ from megatron_core.features.fp8.casts import (
     quantise_orders,
     scale_of,
 )
-from megatron_core.features.fp8.native_casts import Order
+from megatron_core.features.fp8.native_casts import Order, amaxes_of_list
 from megatron_core.features.fp8.scaled_product import add_product_, product
 from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
 from megatron_core.ops import Backend
+from megatron_core.ops.backend import select_backend
 from megatron_core.parallel.collectives import all_reduce_, start_gather_sequence
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.tensor_parallel.linear import LinearGradients, MatrixProducts, main_grad_of, parallel_linear
@@ -89,9 +90,11 @@ class FP8Products(MatrixProducts):
         self.power_of_two = not self.per_tensor
         grad_dtype = E5M2 if settings.fp8_format == "hybrid" else E4M3
         self.dtypes: dict[Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "grad": grad_dtype}
-        self._history: Tensor | None = None
+        self.history: Tensor | None = None
+        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, latest step first; float32, 0 if there
+        was none. Set by ``AmaxHistories``; None: scales are computed from the tensor itself."""
         self.known_scales: tuple[Tensor, Tensor] | None = None
-        """Scales ``[3]`` of the roles from the history, and their inverses; None: computed at their first use."""
+        """Scales ``[3]`` of the roles from ``history``, and their inverses; None: computed at their first use."""
         self.recorded = torch.zeros(len(ROLES))
         """Largest absolute values of this step so far, on this rank."""
         self.weight_is_narrow = False
@@ -99,6 +102,10 @@ class FP8Products(MatrixProducts):
         self.keeps_weight = False
         """Whether weights stay equal until this is set again, so that each is quantised once for all micro-batches."""
         self._kept_weight: dict[int, Quantised] = {}
+        self.weight_amax: Tensor | None = None
+        """The amax of the weight in this step, if one launch finds those of all layers of ``unit``."""
+        self.unit: Mapping[FP8Products, Any] = {}
+        """The linear layers whose weights are gathered together, if they share the launch that finds their amaxes."""
         self.counts: Tensor | None = None
         """If counting is on: numbers of clamped, zeroed and all nonzero elements, ``[3, 3]`` by role; float64."""
 
@@ -107,26 +114,15 @@ class FP8Products(MatrixProducts):
         return parallel_linear(x, weight, bias, comm, products=self)
 
     @property
-    def history(self) -> Tensor | None:
-        """Largest absolute values ``[steps, 3]`` of input, weight and gradient, latest step first; float32, 0 if there
-        was none. Set by ``AmaxHistories``; None: scales are computed from the tensor itself."""
-        return self._history
-
-    @history.setter
-    def history(self, history: Tensor | None) -> None:
-        """Replace the history; scales are computed from it at their next use."""
-        self._history = history
-        self.known_scales = None
-
-    @property
     def knows_scales(self) -> bool:
         """Whether scales come from earlier steps."""
-        return self.is_delayed and self._history is not None
+        return self.is_delayed and self.history is not None
 
     def keep_weight(self, *, wanted: bool) -> None:
         """Drop the quantised weight; ``wanted``: keep the next one until the next call, for all its products."""
         self.keeps_weight = wanted
         self._kept_weight = {}
+        self.weight_amax = None
 
     def multiplies_weight_grad(self) -> bool:
         """Whether weight gradients are computed in FP8."""
@@ -180,8 +176,8 @@ class FP8Products(MatrixProducts):
 
     def _scales_of_history(self, role: Role) -> Scales:
         if self.known_scales is None:
-            assert self._history is not None
-            self.known_scales = self.scales_of(self._history)
+            assert self.history is not None
+            self.known_scales = self.scales_of(self.history)
         scales, inverses = self.known_scales
         return Scales(scales[ROLES.index(role)], inverses[ROLES.index(role)])
 
@@ -202,6 +198,7 @@ class FP8Products(MatrixProducts):
         scales: Scales | None = None,
         record: bool = False,
         sequence: Group = ALONE,
+        amax: Tensor | None = None,
     ) -> list[Quantised]:
         """``x`` quantised for each product that sums over a dim of ``sums``, with ``scales`` or its own.
 
@@ -225,9 +222,9 @@ class FP8Products(MatrixProducts):
             else:
                 groups = (*self.splits[role], sequence)
                 is_changed = (record and self.is_delayed) or any(group.size() > 1 for group in groups)
-                change = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
+                adapt = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
                 quantised = quantise_orders(
-                    x, dtype, orders, power_of_two=self.power_of_two, backend=self.backend, change_amax=change
+                    x, dtype, orders, power_of_two=self.power_of_two, backend=self.backend, change_amax=adapt, amax=amax
                 )
             if self.counts is not None:
                 # Statistics are per cast for a product; both orders of one cast have the same numbers or own scales.
@@ -240,9 +237,13 @@ class FP8Products(MatrixProducts):
         if self._kept_weight:
             return self._kept_weight
         # Without a gradient nothing is recorded, so that the next forward must quantise again.
-        sums = (1, 0) if self.keeps_weight and training else (1,)
-        quantised = dict(zip(sums, self.quantise("weight", weight, *sums, record=training), strict=True))
-        if len(sums) > 1:
+        keeps = self.keeps_weight and training
+        sums = (1, 0) if keeps else (1,)
+        if keeps and self.weight_amax is None and len(self.unit) > 1:
+            find_weight_amaxes(self.unit)
+        amax = self.weight_amax if keeps else None
+        quantised = dict(zip(sums, self.quantise("weight", weight, *sums, record=training, amax=amax), strict=True))
+        if keeps:
             self._kept_weight = quantised
         return quantised
 
@@ -286,6 +287,15 @@ class FP8Products(MatrixProducts):
     def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> FP8Gradients:
         """The products of backward, with the scales of ``output``."""
         return FP8Gradients(self, weight, grad_y, saved)
+
+
+def find_weight_amaxes(unit: Mapping[FP8Products, Any]) -> None:
+    """Find the amaxes of the weights of linear layers in one launch, if a GPU has the native kernel."""
+    weights = [linear.weight.detach() for linear in unit.values()]
+    backend = next(iter(unit)).backend
+    if weights[0].is_cuda and select_backend("fp8", backend, "cuda", weights[0].dtype) == "native":
+        for products, amax in zip(unit, amaxes_of_list(weights), strict=True):
+            products.weight_amax = amax
 
 
 class SavedOperands(NamedTuple):
