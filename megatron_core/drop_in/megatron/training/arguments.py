@@ -44,6 +44,10 @@ LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
 _TABLES = read_table(__file__)
 DEFAULTS: dict[str, Any] = _TABLES["values"]
 """Values of flags that are not given, other than None and False."""
+OTHER_DEFAULTS: dict[str, Any] = _TABLES["other_defaults"]
+"""Settings whose defaults here differ from Megatron-LM's: a program has Megatron-LM's."""
+SHOWN_DEFAULTS: dict[str, Any] = _TABLES["shown_defaults"]
+"""Megatron-LM's notation of settings that are not given; the engine's default is used."""
 ATTRIBUTES: dict[str, tuple[str, Any]] = _TABLES["attributes"]
 """Attributes with another name than their flag: the flag, after ``not`` if it sets False, and the default."""
 
@@ -78,9 +82,16 @@ def parse_args(
     names = set(flags) | (names_in(flags["config"][-1]) if "config" in flags else set())
     if not names & {"calculate_per_token_loss", "no_calculate_per_token_loss"}:
         settings["calculate_per_token_loss"] = False  # Megatron-LM's default, which loss functions rely on
+    own = RunConfig().flat()
+    for name, default in (OTHER_DEFAULTS | SHOWN_DEFAULTS).items():
+        if name not in names and settings[name] == own[name]:
+            settings[name] = default
     for name in LAYER_PATTERNS:
         values = settings[name]  # programs test for an int or a list
         settings[name] = values and (values[0] if len(values) == 1 and values[0] else list(values))
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    backend = flags.get("attention_backend", [settings["attention_backend"]])[-1]
+    settings["attention_backend"] = AttnBackend.__members__.get(backend, backend)
     args = Namespace(**_others(given, settings) | settings | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
@@ -189,6 +200,9 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     args.global_batch_size = config.training.final_batch_size(args.data_parallel_size)
     args.eval_global_batch_size = config.training.evaluation_batch_size(args.data_parallel_size)
     args.ffn_hidden_size, args.kv_channels = model.ffn_size, model.head_size
+    args.accumulate_allreduce_grads_in_fp32 |= bool(args.bf16)
+    if args.num_experts is not None and args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
     args.max_position_embeddings = config.max_positions
     args.params_dtype = getattr(torch, config.training.compute_dtype)
     updates_matrices = config.optimizer.kind_of(hidden=True).scalar_optimizer is not None
@@ -210,8 +224,8 @@ def _translate_attributes(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if getattr(args, "recompute_activations", False):
         args.recompute_granularity = "selective"
-    if isinstance(backend := getattr(args, "attention_backend", None), bool | AttnBackend):  # a bool: of accelerate
-        args.attention_backend = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
+    if isinstance(getattr(args, "attention_backend", None), bool):  # of accelerate
+        args.attention_backend = AttnBackend.auto
     if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
         args.vocab_size, args.tokenizer_type = args.orig_vocab_size, "NullTokenizer"
 
@@ -220,6 +234,13 @@ def run_config_of(args: Namespace) -> RunConfig:
     """Return the engine's configuration from the attributes with names of its settings."""
     settings = {name: getattr(args, name) for name in field_types() if hasattr(args, name)}
     for name in LAYER_PATTERNS:
-        if isinstance(value := settings.get(name), int | list):
-            settings[name] = (value,) if isinstance(value, int) else tuple(value)
+        if isinstance(value := settings.get(name), int):
+            settings[name] = (value,)
+    if isinstance(backend := settings.get("attention_backend"), AttnBackend):
+        settings["attention_backend"] = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
+    own = RunConfig().flat()
+    for name, default in (OTHER_DEFAULTS | SHOWN_DEFAULTS).items():
+        is_unused = name in SHOWN_DEFAULTS or (name.startswith("moe_") and settings.get("num_experts") is None)
+        if is_unused and settings.get(name, own[name]) == default:
+            settings[name] = own[name]
     return RunConfig.from_flat(settings)
