@@ -121,7 +121,6 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         2,
         ("overlap_moe_expert_parallel_comm=True", "not allgather"),
     ),
-    (MOE | PAIRS | {"zero_stage": 3}, 2, ("overlap_moe_expert_parallel_comm=True", "zero_stage=3", "legal: 0, 1, 2")),
     (
         MOE | PAIRS | {"pipeline_model_parallel_size": 2, "pipeline_plan": "my_plan.txt"},
         4,
