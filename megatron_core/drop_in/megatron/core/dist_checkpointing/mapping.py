@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,18 @@ class ShardedTensor:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of ``data``."""
+        """The shape of ``data``; assigning another one raises CheckpointError, as other offsets do."""
         return tuple(self.data.shape)
+
+    @local_shape.setter
+    def local_shape(self, shape: Sequence[int]) -> None:
+        self._check("local_shape", shape)
+
+    def _check(self, name: str, value: Sequence[int]) -> None:
+        if tuple(value) != getattr(self, name):
+            raise CheckpointError(
+                f"{self.key}: {name}={tuple(value)} differs from {getattr(self, name)}; build another ShardedTensor"
+            )
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -60,6 +70,10 @@ class ShardedTensor:
         """The position of the part's first element in the global tensor."""
         parts = self.spec.parts
         return parts[0].whole.start if parts else (0,) * len(self.global_shape)
+
+    @global_offset.setter
+    def global_offset(self, offset: Sequence[int]) -> None:
+        self._check("global_offset", offset)
 
     @property
     def axis_fragmentations(self) -> tuple[int, ...]:
@@ -110,12 +124,15 @@ class ShardedTensor:
         spec = ShardSpec(tuple(shape), tuple(splits), tuple(indices))
         return cls(key, data, spec, replica_id, allow_shape_mismatch, prepended=prepend_axis_num)
 
+    def rank_offsets(self) -> list[tuple[int, int, int]]:
+        """Return (dimension, index of this part, number of parts) of each split, for ``from_rank_offsets``."""
+        counts, parts = self.axis_fragmentations, dict(self.spec.indices)
+        return [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
+
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Return a list with this rank's part of the global tensor whose parts are all narrowed in this way."""
-        counts, parts = self.axis_fragmentations, dict(self.spec.indices)
-        offsets = [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
         data = self.data.narrow(dim, start, length)
-        return [ShardedTensor.from_rank_offsets(self.key, data, *offsets, replica_id=self.replica_id)]
+        return [ShardedTensor.from_rank_offsets(self.key, data, *self.rank_offsets(), replica_id=self.replica_id)]
 
     def validate_metadata_integrity(self) -> None:
         """Raise LayoutError unless ``data`` has the shape of ``spec``."""
@@ -179,6 +196,69 @@ class ShardedTensorFactory:
     def build(self) -> Any:
         """Return the sharded state dict that is stored."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def split_factory(
+    whole: ShardedTensor, dim: int, lengths: Sequence[int], placed: Callable[[str, list[Tensor], Any], Any]
+) -> ShardedTensorFactory:
+    """Return ``whole`` as a factory that stores ``placed(key, parts, replica_id)``: parts of ``lengths`` along ``dim``.
+
+    ``dim`` counts the leading dimensions that the caller's tensor lacks.
+    """
+    shape = tuple(whole.data.shape)
+
+    def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        return placed(key, list(data.detach().view(shape).split(list(lengths), dim)), replica_id)
+
+    def merge(parts: Any) -> Tensor:
+        return torch.cat([*parts], dim).view(shape[whole.prepended :])
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
+
+
+def split_tensor_factory(
+    orig_sh_ten: ShardedTensor, split_sections: Sequence[int], split_names: Sequence[str], split_dim: int
+) -> ShardedTensorFactory:
+    """Return a factory that stores parts of a tensor along ``split_dim`` under ``KEY.NAME``."""
+    whole, dim = orig_sh_ten, split_dim + orig_sh_ten.prepended
+
+    def placed(key: str, parts: list[Tensor], replica_id: ReplicaId) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{name}", part, *whole.rank_offsets(), replica_id=replica_id)
+            for name, part in zip(split_names, parts, strict=True)
+        ]
+
+    return split_factory(whole, dim, split_sections, placed)
+
+
+def apply_swiglu_sharded_factory(
+    original_sh_ten: ShardedTensor,
+    sharded_offsets: Sequence[tuple[int, int, int]],
+    singleton_local_shards: bool = False,
+    tp_group: Any = None,
+    dp_group: Any = None,
+) -> ShardedTensorFactory:
+    """Return a factory that stores gate and input of a gated MLP, the halves of a rank's rows, as whole matrices.
+
+    With ``singleton_local_shards`` they are two tensors, ``KEY_w`` and ``KEY_v``, otherwise the halves of one.
+    ``sharded_offsets``: one for each leading dimension that the caller's tensor lacks. ``tp_group`` and ``dp_group``
+    have no effect.
+    """
+    whole, dim = original_sh_ten, len(sharded_offsets)
+    count = whole.axis_fragmentations[dim]
+    others = [offset for offset in whole.rank_offsets() if offset[0] != dim]
+    index = next((offset[1] for offset in whole.rank_offsets() if offset[0] == dim), 0)
+    names, places = ("", ""), ((index, 2 * count), (count + index, 2 * count))
+    if singleton_local_shards:
+        names, places = ("_w", "_v"), ((index, count), (index, count))
+
+    def placed(key: str, parts: list[Tensor], replica_id: ReplicaId) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(key + name, part, *others, (dim, *place), replica_id=replica_id)
+            for name, part, place in zip(names, parts, places, strict=True)
+        ]
+
+    return split_factory(whole, dim, [whole.data.shape[dim] // 2] * 2, placed)
 
 
 def built(state_dict: Any) -> Any:
