@@ -49,8 +49,8 @@ INNER = {"mtp_model_layer.": "transformer_layer."}
 STACKED = re.compile(r"layers\.\d+\.")
 """In hybrid models this layer is two, attention and an MLP, with numbers."""
 MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
-FROZEN = "router.expert_bias"
-"""The only tensor of a model without gradient."""
+FROZEN = "router.expert_bias", "router.qb_beta"
+"""The tensors of a model without gradient."""
 TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 Shape = tuple[int, ...]
 
