@@ -18,6 +18,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config.training_config import TokenizerConfig, ValidationConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
+from megatron.training.run_config import LAYER_PATTERNS, OTHER_DEFAULTS, SHOWN_DEFAULTS, run_config_of
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import training_flags
@@ -31,23 +32,11 @@ from megatron_core.launcher import read_integer
 from megatron_core.text_file import read_table
 from megatron_core.training.pretrain import read_settings
 
-GENERATION = {
-    "inference_max_requests": 8,
-    "inference_max_seq_length": 2560,
-    "inference_dynamic_batching_buffer_size_gb": 40.0,
-    "inference_dynamic_batching_block_size": 256,
-    "inference_logging_step_interval": 0,
-}
-"""Defaults of Megatron-LM's flags of generation."""
-LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
-"""Attributes that are a number n for every n-th layer, or a list with an entry for each layer."""
 _TABLES = read_table(__file__)
+GENERATION: dict[str, Any] = _TABLES["generation"]
+"""Defaults of Megatron-LM's flags of generation."""
 DEFAULTS: dict[str, Any] = _TABLES["values"]
 """Values of flags that are not given, other than None and False."""
-OTHER_DEFAULTS: dict[str, Any] = _TABLES["other_defaults"]
-"""Settings whose defaults here differ from Megatron-LM's: a program has Megatron-LM's."""
-SHOWN_DEFAULTS: dict[str, Any] = _TABLES["shown_defaults"]
-"""Megatron-LM's notation of settings that are not given; the engine's default is used."""
 ATTRIBUTES: dict[str, tuple[str, Any]] = _TABLES["attributes"]
 """Attributes with another name than their flag: the flag, after ``not`` if it sets False, and the default."""
 
@@ -228,19 +217,3 @@ def _translate_attributes(args: Namespace) -> None:
         args.attention_backend = AttnBackend.auto
     if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
         args.vocab_size, args.tokenizer_type = args.orig_vocab_size, "NullTokenizer"
-
-
-def run_config_of(args: Namespace) -> RunConfig:
-    """Return the engine's configuration from the attributes with names of its settings."""
-    settings = {name: getattr(args, name) for name in field_types() if hasattr(args, name)}
-    for name in LAYER_PATTERNS:
-        if isinstance(value := settings.get(name), int):
-            settings[name] = (value,)
-    if isinstance(backend := settings.get("attention_backend"), AttnBackend):
-        settings["attention_backend"] = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
-    own = RunConfig().flat()
-    for name, default in (OTHER_DEFAULTS | SHOWN_DEFAULTS).items():
-        is_unused = name in SHOWN_DEFAULTS or (name.startswith("moe_") and settings.get("num_experts") is None)
-        if is_unused and settings.get(name, own[name]) == default:
-            settings[name] = own[name]
-    return RunConfig.from_flat(settings)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.global_vars import get_args
+from megatron.training.run_config import run_config_of
 from megatron.training.utils.common_utils import print_rank_0, print_rank_last, unwrap_model
 from megatron_core import parallel_state
 from megatron_core.config.flops import forward_flops_per_token
@@ -28,8 +29,6 @@ def num_floating_point_operations(
     ``total_real_tokens_in_batch`` is the number of counted tokens and ``seqlen_squared_sum_in_batch`` the sum of the
     squared lengths of separate documents; by default whole sequences of ``args.seq_length``.
     """
-    from megatron.training.arguments import run_config_of  # it imports this module
-
     given = {name: value for name, value in vars(args).items() if value is not None and not name.startswith("window_")}
     model = run_config_of(Namespace(**given)).model
     one, two = (sum(forward_flops_per_token(model, n, args.padded_vocab_size).values()) for n in (1, 2))

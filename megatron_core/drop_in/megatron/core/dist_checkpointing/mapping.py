@@ -52,6 +52,7 @@ class ShardedTensor:
 
     @local_shape.setter
     def local_shape(self, shape: Sequence[int]) -> None:
+        """Raise CheckpointError for another shape."""
         self._check("local_shape", shape)
 
     def _check(self, name: str, value: Sequence[int]) -> None:
@@ -73,6 +74,7 @@ class ShardedTensor:
 
     @global_offset.setter
     def global_offset(self, offset: Sequence[int]) -> None:
+        """Raise CheckpointError for another offset."""
         self._check("global_offset", offset)
 
     @property
@@ -198,37 +200,33 @@ class ShardedTensorFactory:
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
 
-def split_factory(
-    whole: ShardedTensor, dim: int, lengths: Sequence[int], placed: Callable[[str, list[Tensor], Any], Any]
+def _split_factory(
+    whole: ShardedTensor, dim: int, lengths: Sequence[int], stored: Sequence[tuple[str, list[tuple[int, int, int]]]]
 ) -> ShardedTensorFactory:
-    """Return ``whole`` as a factory that stores ``placed(key, parts, replica_id)``: parts of ``lengths`` along ``dim``.
+    """Return a factory that stores parts of ``lengths`` along ``dim``, with a suffix of the key and offsets for each.
 
     ``dim`` counts the leading dimensions that the caller's tensor lacks.
     """
     shape = tuple(whole.data.shape)
 
-    def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
-        return placed(key, list(data.detach().view(shape).split(list(lengths), dim)), replica_id)
+    def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(key + suffix, part, *offsets, replica_id=replica_id)
+            for part, (suffix, offsets) in zip(data.detach().view(shape).split(list(lengths), dim), stored, strict=True)
+        ]
 
-    def merge(parts: Any) -> Tensor:
-        return torch.cat([*parts], dim).view(shape[whole.prepended :])
-
-    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
+    return ShardedTensorFactory(
+        *(whole.key, whole.data, build, lambda parts: torch.cat([*parts], dim).view(shape[whole.prepended :])),
+        replica_id=whole.replica_id,
+    )
 
 
 def split_tensor_factory(
     orig_sh_ten: ShardedTensor, split_sections: Sequence[int], split_names: Sequence[str], split_dim: int
 ) -> ShardedTensorFactory:
     """Return a factory that stores parts of a tensor along ``split_dim`` under ``KEY.NAME``."""
-    whole, dim = orig_sh_ten, split_dim + orig_sh_ten.prepended
-
-    def placed(key: str, parts: list[Tensor], replica_id: ReplicaId) -> list[ShardedTensor]:
-        return [
-            ShardedTensor.from_rank_offsets(f"{key}.{name}", part, *whole.rank_offsets(), replica_id=replica_id)
-            for name, part in zip(split_names, parts, strict=True)
-        ]
-
-    return split_factory(whole, dim, split_sections, placed)
+    stored = [(f".{name}", orig_sh_ten.rank_offsets()) for name in split_names]
+    return _split_factory(orig_sh_ten, split_dim + orig_sh_ten.prepended, split_sections, stored)
 
 
 def apply_swiglu_sharded_factory(
@@ -244,21 +242,14 @@ def apply_swiglu_sharded_factory(
     ``sharded_offsets``: one for each leading dimension that the caller's tensor lacks. ``tp_group`` and ``dp_group``
     have no effect.
     """
-    whole, dim = original_sh_ten, len(sharded_offsets)
-    count = whole.axis_fragmentations[dim]
-    others = [offset for offset in whole.rank_offsets() if offset[0] != dim]
-    index = next((offset[1] for offset in whole.rank_offsets() if offset[0] == dim), 0)
-    names, places = ("", ""), ((index, 2 * count), (count + index, 2 * count))
+    dim, offsets = len(sharded_offsets), original_sh_ten.rank_offsets()
+    count = original_sh_ten.axis_fragmentations[dim]
+    index = next((offset[1] for offset in offsets if offset[0] == dim), 0)
+    others = [offset for offset in offsets if offset[0] != dim]
+    stored = [("", [*others, (dim, number, 2 * count)]) for number in (index, count + index)]
     if singleton_local_shards:
-        names, places = ("_w", "_v"), ((index, count), (index, count))
-
-    def placed(key: str, parts: list[Tensor], replica_id: ReplicaId) -> list[ShardedTensor]:
-        return [
-            ShardedTensor.from_rank_offsets(key + name, part, *others, (dim, *place), replica_id=replica_id)
-            for name, part, place in zip(names, parts, places, strict=True)
-        ]
-
-    return split_factory(whole, dim, [whole.data.shape[dim] // 2] * 2, placed)
+        stored = [(suffix, [*others, (dim, index, count)]) for suffix in ("_w", "_v")]
+    return _split_factory(original_sh_ten, dim, [original_sh_ten.data.shape[dim] // 2] * 2, stored)
 
 
 def built(state_dict: Any) -> Any:
