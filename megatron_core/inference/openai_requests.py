@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron_core.errors import DataError
+from megatron_core.text_file import read_table
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 4
@@ -14,31 +15,7 @@ MOST_STOP_TOKENS = 64
 LONGEST_STOP = 1000
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Accepted parameters without effect on the text."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    # Of vLLM, with its defaults.
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
+NEUTRAL: dict[str, list[Any]] = read_table(__file__)
 """Unsupported parameters, with their accepted values besides null, which have no effect."""
 
 
