@@ -155,6 +155,7 @@ class KimiDelta(GatedDeltaNetKind):
     """The gated delta net with a decay for each key channel of a head, and with gates and decays that are projections
     of few channels (Kimi Team 2025, arXiv 2510.26692, section 3)."""
 
+    centers_outputs = False
     name = "kimi_delta_attention"
 
     @property

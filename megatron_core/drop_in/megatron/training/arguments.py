@@ -189,7 +189,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     args.global_batch_size = config.training.final_batch_size(args.data_parallel_size)
     args.eval_global_batch_size = config.training.evaluation_batch_size(args.data_parallel_size)
     args.ffn_hidden_size, args.kv_channels = model.ffn_size, model.head_size
-    args.accumulate_allreduce_grads_in_fp32 |= bool(args.bf16)
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not getattr(args, "grad_reduce_in_bf16", False)
     if args.num_experts is not None and args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     args.max_position_embeddings = config.max_positions
