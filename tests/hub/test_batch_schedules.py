@@ -18,8 +18,9 @@ STEPS = 40
 
 def sizes_of_megatron(micro_batch: int) -> dict[str, list[int]]:
     """The batch sizes of the first steps by Megatron Core."""
-    from megatron.core import num_microbatches_calculator as calculator
     from torch import distributed as dist
+
+    from megatron.core import num_microbatches_calculator as calculator
 
     sizes: dict[str, list[int]] = {}
     for name, (schedule, length) in SCHEDULES.items():
