@@ -23,7 +23,7 @@ from megatron_core.data_parallel.buffer import Bucket
 from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.fill import Announced
 from megatron_core.data_parallel.unit_sync import UnitSync
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.collectives import all_reduce_, reduce_scatter_flat_
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups, process_group
@@ -154,6 +154,12 @@ class Agreement:
     def announce(self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]) -> Announcement:
         """Announce a sum or gather of ``buckets``; readers see ``verb``, the names of the units, and ``purpose``."""
         units = dict.fromkeys(self._unit_names[bucket.stage, bucket.unit] for bucket in buckets)
+        if torch._C._are_functorch_transforms_active():
+            raise ConfigError(
+                f"a transform of torch.func {verb} {listed([*units])}, but ranks cannot exchange the tensors of a "
+                "transform, which have no memory; use torch.autograd.grad or torch.autograd.functional.jacobian, or "
+                "zero_stage=2, with which jacrev and vmap run"
+            )
         of_buckets = [number for bucket in buckets for number in (bucket.stage, bucket.unit, bucket.weights.numel())]
         # The step is a part of the text: a rank that is one step behind announces the same units.
         text = f"{verb} {listed([*units])}{purpose} in step {self.step}"

@@ -17,66 +17,17 @@ import torch
 
 from megatron_core.drop_in import cuda_streams
 from megatron_core.drop_in.cuda_calls import CPU, in_program
+from megatron_core.text_file import read_table
 
+_TABLES = read_table(__file__)
 CONSTANTS: dict[str, Any] = {
-    "current_device": 0,
-    "device_memory_used": 0,
-    "get_allocator_backend": "native",
-    "get_arch_list": [],
-    "get_device_capability": (0, 0),
-    "get_device_name": "CPU",
-    "get_gencode_flags": "",
-    "get_per_process_memory_fraction": 1.0,
-    "get_sync_debug_mode": 0,
-    "is_bf16_supported": True,
-    "is_current_stream_capturing": False,
-    "is_tf32_supported": False,
-    "list_gpu_processes": "no processes are running",
-    "can_device_access_peer": False,
-    "memory_snapshot": [],
-    "memory_stats": defaultdict(int),
-    "memory_stats_as_nested_dict": {},
-    "memory_summary": "",
-    "host_memory_stats": defaultdict(int),
-    "host_memory_stats_as_nested_dict": {},
-    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
-    **dict.fromkeys(("memory_cached", "max_memory_cached", "memory_usage"), 0),
-    **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), 0),
-    "nccl.is_available": False,
-    "nccl.version": (0, 0, 0),
-    "tunable.is_enabled": False,
-    "tunable.tuning_is_enabled": False,
-    "tunable.record_untuned_is_enabled": False,
+    name: tuple(value) if isinstance(value, list) and value else value for name, value in _TABLES["constants"].items()
 }
+CONSTANTS |= {"memory_stats": defaultdict(int), "host_memory_stats": defaultdict(int)}
 """Values that functions of ``torch.cuda`` return."""
-WITHOUT_EFFECT = (
-    *("init", "set_device", "synchronize", "empty_cache", "ipc_collect", "set_sync_debug_mode", "check_error"),
-    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "caching_allocator_enable"),
-    *("reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats"),
-    *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark", "nvtx.range_start", "nvtx.range_end"),
-    *("profiler.start", "profiler.stop", "profiler.init"),
-    *("tunable.enable", "tunable.tuning_enable", "tunable.record_untuned_enable"),
-)
-NOT_ON_A_CPU = (
-    *("graph_pool_handle", "make_graphed_callables", "use_mem_pool", "change_current_allocator"),
-    *("caching_allocator_alloc", "caching_allocator_delete", "current_blas_handle", "current_solver_handle"),
-    *("memory._record_memory_history", "memory._dump_snapshot", "memory._snapshot", "jiterator._create_jit_fn"),
-    *("nccl.all_reduce", "nccl.reduce", "nccl.broadcast", "nccl.all_gather", "nccl.reduce_scatter"),
-    *("comm.broadcast", "comm.broadcast_coalesced", "comm.reduce_add", "comm.reduce_add_coalesced"),
-    *("comm.scatter", "comm.gather", "gds.gds_register_buffer", "gds.gds_deregister_buffer"),
-    *("tunable.set_max_tuning_duration", "tunable.get_max_tuning_duration", "tunable.set_max_tuning_iterations"),
-    *("tunable.get_max_tuning_iterations", "tunable.set_filename", "tunable.get_filename", "tunable.get_results"),
-    *("tunable.get_validators", "tunable.read_file", "tunable.tune_gemm_in_file", "tunable.mgpu_tune_gemm_in_file"),
-    *("tunable.set_rotating_buffer_size", "tunable.get_rotating_buffer_size"),
-    "tunable.set_numerical_check_tolerances",
-)
-"""Functions that raise NotImplementedError when they are called."""
-CLASSES_NOT_ON_A_CPU = (
-    *("CUDAGraph", "graph", "MemPool", "CUDAPluggableAllocator", "CudaError", "GreenContext"),
-    *("gds.GdsFile",),
-)
-"""Classes whose constructors raise NotImplementedError; they can be subclassed and used with ``isinstance``."""
+WITHOUT_EFFECT = _TABLES["without_effect"].split()
+NOT_ON_A_CPU = _TABLES["not_on_a_cpu"].split()
+CLASSES_NOT_ON_A_CPU = _TABLES["classes_not_on_a_cpu"].split()
 ELEMENTS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 ELEMENTS_OF_STORAGE = (*ELEMENTS, "ComplexFloat", "ComplexDouble")
 """Names of the classes ``torch.cuda.FloatTensor`` and ``torch.cuda.FloatStorage``, which are those of the CPU."""

@@ -112,7 +112,7 @@ def set_names(module: ModuleType) -> None:
             setattr(module, word.removesuffix("()"), refusal)
 
 
-_CONSTANTS = {"": None, "False": False, "True": True}
+_CONSTANTS = {"": None, "0": 0, "False": False, "True": True}
 
 
 def _named(source: str, name: str) -> Any:

@@ -26,7 +26,7 @@ LETTERS_IT_LACKS, LETTERS_OF_MAMBA = "HC", "MH"
 FIXED_OF_MAMBA = {"mamba_dt_min": 0.0, "mamba_dt_max": None, "linear_conv_kernel_dim": 4, "norm_epsilon": 1e-5}
 """Settings that Megatron-LM's Mamba-2 mixers do not read, and the values that they have there: steps are not bounded,
 and the norm after the gate has an epsilon of its own."""
-FIXED_OF_DELTA_NETS = {"swiglu": True, "normalization": "RMSNorm"}
+FIXED_OF_DELTA_NETS = {"swiglu": True}
 """Settings with which a gated delta net is the one of Megatron Core -> their only values."""
 
 
@@ -93,7 +93,7 @@ def without_arguments(model: ModelConfig) -> list[str]:
 def unlike_delta_net(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, with which gated delta nets compute something else in Megatron Core.
 
-    It takes activation and norm of the model for the gates and outputs of heads.
+    It takes the activation of the model for the gates of heads.
     """
     has_nets = model.experimental_attention_variant == "gated_delta_net" or "G" in _pattern_of(model)
     differing = [

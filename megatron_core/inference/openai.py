@@ -141,8 +141,9 @@ class Protocol:
         settings: Json = {
             "temperature": parsed.temperature,
             "top_p": max(parsed.top_p, LEAST_TOP_P),
-            "top_k": parsed.top_k,
+            "top_k": max(parsed.top_k, 0),
         }
+        ends = (frozenset() if parsed.ignore_eos else self._ends) | frozenset(parsed.stop_token_ids)
         choices = []
         for index in range(number * len(prompts)):
             prompt = prompts[index // number]
@@ -150,7 +151,7 @@ class Protocol:
                 prompt=tuple(prompt),
                 max_new_tokens=self._new_tokens(parsed, len(prompt)),
                 sampling=Sampling(**settings, seed=(seed + index % number) % 2**63),
-                ends=self._ends,
+                ends=ends,
                 logprobs=logprobs,
                 score_prompt=echo and logprobs is not None,
             )

@@ -7,24 +7,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron_core.errors import DataError
+from megatron_core.text_file import read_table
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 4
+MOST_STOP_TOKENS = 64
 LONGEST_STOP = 1000
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Accepted parameters without effect on the text."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
+NEUTRAL: dict[str, list[Any]] = read_table(__file__)
 """Unsupported parameters, with their accepted values besides null, which have no effect."""
 
 
@@ -77,7 +68,12 @@ class GenerationRequest(_Model):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    """-1, as in vLLM, or 0: all tokens."""
+    ignore_eos: bool = False
+    """Of vLLM: only ``max_tokens``, ``stop`` and ``stop_token_ids`` end the text."""
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MOST_STOP_TOKENS)] = []
+    """Of vLLM: tokens that end the text, as the tokenizer's end does."""
     stop: list[str] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -91,7 +87,8 @@ class GenerationRequest(_Model):
             return content
         for name, values in NEUTRAL.items():
             if content.get(name) is not None and content[name] not in values:
-                raise RequestError(f"{name!r} is not supported; remove it", name)
+                fix = f"remove it, or give {shown_value(values[0])}" if values else "remove it"
+                raise RequestError(f"{name}={shown_value(content[name])} is not supported; {fix}", name)
         return {key: value for key, value in content.items() if key not in NEUTRAL and key not in IGNORED}
 
     @field_validator("stop", mode="before")

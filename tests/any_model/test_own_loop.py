@@ -289,6 +289,27 @@ def test_second_derivatives_at_stage_3(keeps: bool) -> None:
     assert message == "" if keeps else "create_graph=True at zero_stage=3" in message
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_transforms_of_torch_func(stage: int) -> None:
+    """Jacobians of a sharded model: by transforms at stage 2, by autograd at stage 3, where transforms are refused."""
+
+    def jacobians() -> tuple[str, bool]:
+        model = _mlp().double()
+        points = _points(1)[0][None]
+        expected = torch.func.vmap(torch.func.jacrev(model))(points)
+        engine = megatron_core.initialize(model, {**PLAIN, "zero_stage": stage}).engine
+        by_autograd = torch.autograd.functional.jacobian(engine, points[0])
+        equal = torch.allclose(by_autograd, expected[0], rtol=1e-12)
+        try:
+            found = torch.func.vmap(torch.func.jacrev(lambda x: engine(x)))(points)
+        except ConfigError as error:
+            return str(error), equal
+        return "", equal and torch.allclose(found, expected, rtol=1e-12)
+
+    (message, is_equal), *_ = run_ranks(2, jacobians)
+    assert is_equal and ("transform of torch.func gathers" in message) == (stage == 3), message
+
+
 def test_compiled_model_at_stage_3() -> None:
     model = torch.compile(_mlp(), backend="eager")
     with pytest.raises(ConfigError, match=r"result of torch\.compile"):

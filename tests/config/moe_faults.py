@@ -8,6 +8,7 @@ MOE = {"num_experts": 4, "disable_bias_linear": True}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 SPARSEMIXER = {"moe_router_score_function": "sparsemixer"}
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
+QUANTILES = {"moe_router_load_balancing_type": "quantile_balancing"}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 PAIRS = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 
@@ -84,6 +85,14 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("moe_aux_loss_coeff=0.1", "--moe-router-load-balancing-type seq_aux_loss"),
     ),
+    (
+        MOE | QUANTILES | {"moe_router_enable_expert_bias": True},
+        1,
+        ("moe_router_enable_expert_bias=True", "its own bias"),
+    ),
+    (MOE | QUANTILES | {"moe_router_topk": 4}, 1, ("moe_router_topk=4 must be less than num_experts=4",)),
+    (MOE | QUANTILES | SPARSEMIXER, 1, ("have their own choices; remove one",)),
+    (MOE | QUANTILES | {"layout_invariant": True}, 1, ("layout_invariant=True", "are not exact sums")),
     (MOE | SPARSEMIXER | {"moe_router_enable_expert_bias": True}, 1, ("by the logits alone", "remove one of them")),
     (MOE | SPARSEMIXER | groups(2, 1), 1, ("moe_router_num_groups=2", "sparsemixer", "remove one of them")),
     (MOE | {"moe_sparsemixer_sampling": True}, 1, ("moe_sparsemixer_sampling=True", "--moe-router-score-function")),
@@ -121,7 +130,6 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         2,
         ("overlap_moe_expert_parallel_comm=True", "not allgather"),
     ),
-    (MOE | PAIRS | {"zero_stage": 3}, 2, ("overlap_moe_expert_parallel_comm=True", "zero_stage=3", "legal: 0, 1, 2")),
     (
         MOE | PAIRS | {"pipeline_model_parallel_size": 2, "pipeline_plan": "my_plan.txt"},
         4,

@@ -136,6 +136,13 @@ def test_settings_of_several_ranks_are_read_on_several_ranks() -> None:
     assert unread_settings(tiny_config(optimizer_cpu_offload=True), 1, "cuda") == ""
 
 
+def test_pairs_do_not_run_where_zero_frees_their_weights() -> None:
+    experts = {"num_experts": 4, "disable_bias_linear": True, "expert_model_parallel_size": 2}
+    config = tiny_config(**experts, overlap_moe_expert_parallel_comm=True, zero_stage=3)
+    assert not list(problems(config, 2)) and not config.parallel.runs_in_pairs(config)
+    assert "overlap_moe_expert_parallel_comm=True (with --zero-stage 3" in unread_settings(config, 2)
+
+
 def test_every_setting_declares_when_it_is_read() -> None:
     """A new setting must declare a condition, ``ALWAYS`` or ``BY_RULE``, and a rule for resumed runs."""
     assert settings().keys() == RunConfig().flat().keys()  # a field without ``setting(...)`` is a KeyError

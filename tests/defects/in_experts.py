@@ -272,6 +272,13 @@ IN_EXPERTS = (
         "C26",
         culprit="output of decoder.layers.0.mlp",
     ),
+    Defect(
+        "biases of quantiles are those of each data-parallel rank",
+        "features.experts.quantile:BalancingBiases.update",
+        without_call("all_reduce_"),
+        "quantiles, dp2 ep2 zero1",
+        culprit="weight|bias|parameter",
+    ),
     # Steps.
     Defect(  # C15
         "norm of each group of experts alone",

@@ -60,7 +60,7 @@ def test_names_of_the_table_complete_those_of_a_file() -> None:
 def test_constants_and_functions_without_effect() -> None:
     for module, values in TABLES["values"].items():
         assert {name: getattr(import_module(module), name) for name in values} == values
-    constants = {"": None, "False": False, "True": True}
+    constants = {"": None, "0": 0, "False": False, "True": True}
     for reason, modules in TABLES["constant_functions"].items():
         for module, words in modules.items():
             for word in words.split():

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
     checkpoint,
     get_cuda_rng_tracker,
+    is_checkpointing,
     model_parallel_cuda_manual_seed,
     same_random_numbers,
 )
@@ -55,12 +56,14 @@ def test_recomputation_within_a_fork_sees_the_same_numbers() -> None:
         with tracker.fork("expert-parallel-rng"), tracker.fork("model-parallel-rng"):
             seen.append(torch.rand(4))
         seen.append(torch.rand(4))
+        assert is_checkpointing()
         return x * seen[-1] * seen[-2]
 
     x = torch.ones(4, requires_grad=True)
     with tracker.fork("model-parallel-rng"):
         torch.rand(4)
         y = checkpoint(noisy, False, x)
+        assert not is_checkpointing()
         after = torch.rand(4)
     y.sum().backward()
     assert len(seen) == 4 and torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))

@@ -23,6 +23,8 @@ from megatron.core.dist_checkpointing.utils import (
     apply_prefix_mapping,
     replace_prefix_for_sharding,
 )
+from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron_core import parallel_state
 from megatron_core.errors import CheckpointError, LayoutError
 from megatron_core.verify.ranks import run_ranks
@@ -115,6 +117,44 @@ def test_lists_of_tensors_objects_and_factories(tmp_path: Path) -> None:
         assert rows == [[i + 1.0] * 4 for i in range(3)]
 
 
+def split_and_read(folder: str) -> Any:
+    """Save a gated matrix and a projection of two pieces; read them, and what they are in the file."""
+    parallel_state.initialize_model_parallel(2)
+    rank = torch.distributed.get_rank()
+
+    def parts(fill: float) -> dict[str, ShardedTensorFactory]:
+        rows = (torch.arange(4.0) + 10 * rank) * fill
+        # With the number of a layer as a leading dimension, and without.
+        layer = ShardedTensor.from_rank_offsets("w", rows, (0, 0, 1), (1, rank, 2), prepend_axis_num=1)
+        plain = ShardedTensor.from_rank_offsets("p", rows, (0, rank, 2))
+        return {
+            "gated": apply_swiglu_sharded_factory(layer, [(0, 0, 1)]),
+            "apart": apply_swiglu_sharded_factory(plain, (), singleton_local_shards=True),
+            "pieces": _split_tensor_factory(plain, [1, 3], ["x", "z"], 0),
+        }
+
+    dist_checkpointing.save(parts(1.0), folder)
+    back = dist_checkpointing.load(parts(0.0), folder)
+    keys = {"w": (1, 8), "p_w": (4,), "p_v": (4,), "p.x": (2,), "p.z": (6,)}
+    whole = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape)) for key, shape in keys.items()}
+    dist_checkpointing.load(dict(whole), folder)
+    return {name: value.tolist() for name, value in back.items()}, {k: t.data.tolist() for k, t in whole.items()}
+
+
+def test_matrices_are_stored_in_parts(tmp_path: Path) -> None:
+    """Gates and inputs of two ranks are whole matrices in the file, as in Megatron Core's checkpoints."""
+    (first, stored), (second, _) = run_ranks(2, partial(split_and_read, str(tmp_path)))
+    assert first == {key: [0.0, 1.0, 2.0, 3.0] for key in ("gated", "apart", "pieces")}
+    assert second == {key: [10.0, 11.0, 12.0, 13.0] for key in ("gated", "apart", "pieces")}
+    assert stored == {
+        "w": [[0.0, 1.0, 10.0, 11.0, 2.0, 3.0, 12.0, 13.0]],
+        "p_w": [0.0, 1.0, 10.0, 11.0],
+        "p_v": [2.0, 3.0, 12.0, 13.0],
+        "p.x": [0.0, 10.0],
+        "p.z": [1.0, 2.0, 3.0, 11.0, 12.0, 13.0],
+    }
+
+
 def test_factories_in_nested_dicts() -> None:
     def doubled(key: str, data: torch.Tensor, *_: Any) -> list[torch.Tensor]:
         return [data, 2 * data]
@@ -137,6 +177,10 @@ def test_parts_of_parts() -> None:
     whole.validate_metadata_integrity()
     (narrow,) = whole.narrow(2, 3, 2)
     assert (narrow.local_shape, narrow.global_shape, narrow.global_offset) == ((1, 3, 2), (10, 3, 12), (0, 0, 6))
+    whole.local_shape, whole.global_offset = (1, 3, 7), (0, 0, 21)
+    for name in ("local_shape", "global_offset"):
+        with pytest.raises(CheckpointError, match=f"{name}=.* differs from"):
+            setattr(whole, name, (0, 1, 0))
     whole.data = torch.ones(1, 2, 7)
     with pytest.raises(LayoutError, match=r"has the shape \(1, 2, 7\)"):
         whole.validate_metadata_integrity()

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -133,6 +133,39 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     more = "--swiglu --bf16 --train-iters 10 --global-batch-size 8 --micro-batch-size 2 --seq-length 16 --my-flag 7"
     monkeypatch.setattr(sys, "argv", f"{COMMAND} {more}".split())
     return validate_args(parse_args(extra), {"eval_interval": 5})
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        (
+            "",
+            {"attention_backend": AttnBackend.auto, "data_path": None, "iterations_to_skip": [], "num_query_groups": 1},
+        ),
+        (
+            "--num-experts 4",
+            {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": None, "moe_ffn_hidden_size": 128}
+            | {"moe_router_load_balancing_type": "aux_loss", "tp_comm_overlap": False, "recompute_modules": None},
+        ),
+        (
+            "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --attention-backend flash "
+            "--cp-comm-type p2p --train-data-path a b",
+            {"moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32", "cp_comm_type": ["p2p"]}
+            | {"attention_backend": AttnBackend.flash, "train_data_path": ["a", "b"], "data_path": None},
+        ),
+    ],
+)
+def test_arguments_have_megatrons_values(flags: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are those that Megatron-LM's parser of August 2026 has for the same flags."""
+    steps = "--train-iters 10 --micro-batch-size 2 --seq-length 16"
+    monkeypatch.setattr(sys, "argv", f"{COMMAND} {steps} {flags}".split())
+    args = validate_args(parse_args())
+    assert {name: getattr(args, name) for name in values} == values
+    config = run_config_of(args)
+    assert config.data.data_path == () and config.model.attention_backend == "auto"
+    assert config.optional("moe_router_dtype") == "fp32" and config.model.num_query_groups is None
+    is_sparse = args.num_experts is not None
+    assert config.optional("moe_router_load_balancing_type") == ("aux_loss" if is_sparse else "seq_aux_loss")
 
 
 def test_values_without_a_declared_type_are_numbers_if_they_can_be() -> None:

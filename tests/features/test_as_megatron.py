@@ -69,6 +69,11 @@ def test_the_switch_chooses_the_last_input_of_multi_token_prediction() -> None:
     assert not parsed(f"{LATER.replace('--num-experts 4', '')} --as-megatron").optional("mtp_zero_last_input")
 
 
+def test_the_switch_drops_dropout_of_sparse_attention() -> None:
+    flags = "--experimental-attention-variant dsa --multi-latent-attention"
+    assert parsed(f"{flags} --as-megatron").model.attention_dropout == 0.0
+
+
 def test_a_file_precedes_the_switch(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {data_order: keyed}")
     config = parsed(f"--as-megatron --config {tmp_path / 'run.yaml'}")

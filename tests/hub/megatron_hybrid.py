@@ -35,6 +35,8 @@ NETS = {name: value for name, value in DELTA_NETS.items() if name.startswith("li
 NETS |= {"experimental_attention_variant": "gated_delta_net", "attention_output_gate": True, "apply_layernorm_1p": True}
 QWEN_NEXT: dict[str, Any] = training.LLAMA | NETS | {"linear_attention_freq": 2}
 """A GPT model with a delta net and a gated attention layer."""
+CENTERED: dict[str, Any] = QWEN_NEXT | {"normalization": "LayerNorm", "apply_layernorm_1p": False}
+"""The same with layer norms, also of the outputs of the net's heads."""
 QWEN_EXPERTS: dict[str, Any] = training.EXPERTS | NETS
 QWEN_EXPERTS |= {"linear_attention_freq": [1, 0], "moe_shared_expert_intermediate_size": 24}
 QWEN_EXPERTS |= {"moe_shared_expert_gate": True, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.4}

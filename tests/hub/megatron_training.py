@@ -52,6 +52,10 @@ EXPERTS: dict[str, Any] = LLAMA | {
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
 }
+QUANTILES = EXPERTS | {
+    "moe_router_load_balancing_type": "quantile_balancing",
+    "moe_router_quantile_balancing_ema": 0.3,
+}
 CAPACITY = EXPERTS | {"moe_expert_capacity_factor": 0.9}
 LATENT_EXPERTS = EXPERTS | {"moe_latent_size": 12, "moe_shared_expert_intermediate_size": 24}
 MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
@@ -118,7 +122,7 @@ CONFIG = (
     *("moe_shared_expert_gate", "moe_latent_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_rotate_activation"),
     *("moe_expert_capacity_factor", "use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
-    *("mup_embedding_mult", "mup_output_mult"),
+    *("mup_embedding_mult", "mup_output_mult", "moe_router_quantile_balancing_ema"),
     *("heterogeneous_layers_config_encoded_json", "moe_layer_freq", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
 DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

@@ -15,7 +15,7 @@ from megatron_core.hub.megatron_lm.format import megatron_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
 from tests.hub import megatron_training as theirs
-from tests.hub.megatron_hybrid import DELTA_NETS, HAS_EINOPS, HYBRID, QWEN_EXPERTS, QWEN_NEXT, load_hybrid
+from tests.hub.megatron_hybrid import CENTERED, DELTA_NETS, HAS_EINOPS, HYBRID, QWEN_EXPERTS, QWEN_NEXT, load_hybrid
 from tests.hub.test_continue_megatron import AFTER, BEFORE, EP2, PP2, SHARDED, TP2, Tokens, continued
 from tests.hub.test_write_megatron import Case, flat_settings
 
@@ -60,6 +60,8 @@ READ = {
     "delta nets, tp2, flat buffers": Stored(DELTA_NETS, "tp2", "dp_reshardable", PP2, SHARDED),
     "delta nets, tp2, torch": Stored(DELTA_NETS, "tp2", "torch", PP2),
     "gpt with delta nets, tp2": Stored(QWEN_NEXT, "tp2", "", PP2, within=COPIES),
+    "gpt with delta nets and layer norms": Stored(CENTERED, "", "", TP2),
+    "gpt with delta nets and layer norms, flat buffers": Stored(CENTERED, "", "dp_reshardable", PP2, SHARDED),
     "gpt with delta nets, flat buffers": Stored(QWEN_NEXT, "", "dp_reshardable", TP2, SHARDED),
     "gpt with delta nets, tp2, torch": Stored(QWEN_NEXT, "tp2", "torch", PP2, within=COPIES),
     "gpt with delta nets and experts, ep2": Stored(QWEN_EXPERTS, "ep2", "", PP2),
@@ -77,6 +79,7 @@ WRITTEN = {
     # Not to tp2: Megatron Core does not sum the gradient of the norm of a delta net over tensor-parallel ranks.
     "delta nets, pp2 to dp2": Case(DELTA_NETS, PP2),
     "delta nets, tp2 to pp2, distributed": Case(DELTA_NETS, TP2, "pp2", SHARDED),
+    "gpt with delta nets and layer norms, pp2 to dp2": Case(CENTERED, PP2),
     "gpt with delta nets, tp2 to dp2": Case(QWEN_NEXT, TP2, "", SHARDED),
     "gpt with delta nets and experts, ep2": Case(QWEN_EXPERTS, EP2, "ep2"),
     "pp2 to tp2, distributed": Case(HYBRID, PP2, "tp2", SHARDED),

@@ -79,6 +79,8 @@ CASES = {
     ),
     "mup": Case(theirs.MUP, ours=TP2),
     "capacity": Case(theirs.CAPACITY, ours=EP2),
+    "quantiles": Case(theirs.QUANTILES, ours=EP2),
+    "quantiles, ep2, flat buffers": Case(theirs.QUANTILES, 2, "ep2", "dp_reshardable", PP2, SHARDED),
     "mtp": Case(theirs.MTP, ours=TP2),
     "dense, experts, mtp, pp2, flat buffers": Case(theirs.DENSE_FIRST, 2, "pp2", "dp_reshardable", EP2, SHARDED),
     "latent experts": Case(theirs.LATENT_EXPERTS, ours=EP2),

@@ -51,6 +51,7 @@ CASES = {
     "llama bf16, distributed": Case(theirs.LLAMA, DP2, "tp2", SHARDED | {"bf16": True}),
     "experts": Case(theirs.EXPERTS, EP2, "ep2"),
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
+    "quantiles": Case(theirs.QUANTILES, EP2, "ep2"),
     "latent experts": Case(theirs.LATENT_EXPERTS, EP2, "ep2"),
     "experts, mtp": Case(theirs.AHEAD_OF_EXPERTS, EP2, "ep2"),
     "a dense layer, experts, mtp": Case(theirs.DENSE_FIRST, PP2, ""),

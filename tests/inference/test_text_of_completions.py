@@ -17,8 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from megatron_core.features.conversations.chat_template import ChatTemplate
 from megatron_core.inference import Progress, TokenScore
 from megatron_core.inference.openai import Protocol, RequestLimits, WebJob
+from megatron_core.inference.openai_requests import RequestError
 from megatron_core.inference.text import TextStream
 from megatron_core.tokenizers import ByteLevelTokenizer, Tokenizer
+from megatron_core.tokenizers.base import end_ids
 from megatron_core.vocabularies.hugging_face import HuggingFaceTokenizer
 from megatron_core.vocabularies.sentence_piece import SentencePieceTokenizer
 from tests.inference.fuzz import generator_of
@@ -47,6 +49,23 @@ def job_of(tokenizer: Tokenizer, *, chat: bool = False, **asked: Any) -> tuple[P
     template = ChatTemplate("{{ messages[0].content }}", {})
     protocol = Protocol(tokenizer, template, RequestLimits(100), "m", tokenizer.vocab_size)
     return protocol, protocol.job(json.dumps(asked).encode(), chat=chat)
+
+
+def test_parameters_of_vllm() -> None:
+    """Names and defaults of its ``SamplingParams``: programs send all of them."""
+    tokenizer = ByteLevelTokenizer()
+    defaults = {"min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "min_tokens": 0, "bad_words": []}
+    defaults |= {"use_beam_search": False, "skip_special_tokens": True, "spaces_between_special_tokens": True}
+    defaults |= {"include_stop_str_in_output": False, "prompt_logprobs": None, "ignore_eos": False, "top_k": -1}
+    (choice,) = job_of(tokenizer, prompt="a", stop_token_ids=[], **defaults)[1].choices
+    assert choice.request.sampling.top_k == 0 and choice.request.ends == end_ids(tokenizer)
+    (choice,) = job_of(tokenizer, prompt="a", stop_token_ids=[7], ignore_eos=True)[1].choices
+    assert choice.request.ends == {7}
+    (choice,) = job_of(tokenizer, prompt="a", stop_token_ids=[7])[1].choices
+    assert choice.request.ends == {7} | end_ids(tokenizer)
+    for name, value, fix in (("min_p", 0.1, "give 0"), ("prompt_logprobs", 1, "remove it"), ("top_k", -2, "-1")):
+        with pytest.raises(RequestError, match=f"{name}={value}.*{fix}"):
+            job_of(tokenizer, prompt="a", **{name: value})
 
 
 @pytest.mark.parametrize("kind", ["SentencePiece", "SentencePiece with begin", "Metaspace", "WordPiece"])

@@ -32,6 +32,8 @@ BY_MICRO_BATCH = {"moe_router_load_balancing_type": "aux_loss", "micro_batch_siz
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "micro_batch_size": 2}
 SINKHORN = SMALL | {"moe_router_load_balancing_type": "seq_sinkhorn", "moe_input_jitter_eps": 0.1}
 SINKHORN_OF_MICRO_BATCHES = SMALL | {"moe_router_load_balancing_type": "sinkhorn", "micro_batch_size": 2}
+QUANTILES = SMALL | {"moe_router_load_balancing_type": "quantile_balancing", "micro_batch_size": 2}
+QUANTILES |= {"moe_router_quantile_balancing_ema": 0.3, "global_batch_size": 8}
 SQRT = {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 1}
 LLAMA4 = MIXTRAL | {
     "moe_router_topk": 1,
@@ -126,6 +128,9 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "balance of micro-batches, tp2 sp": (2, MIXTRAL | BY_MICRO_BATCH, TP2 | SP),
     "balance of the global batch, tp2 sp": (2, MIXTRAL | GLOBAL, TP2 | SP),
     "sinkhorn of micro-batches, cp2 tp2 sp ep2 etp1": (4, SINKHORN_OF_MICRO_BATCHES, CP2 | TP2 | SP | EP2 | ETP1),
+    "quantiles, dp2 ep2 zero1": (2, QUANTILES, EP2 | ZERO),
+    "quantiles, cp2 tp2 sp ep2 etp1": (4, QUANTILES, CP2 | TP2 | SP | EP2 | ETP1),
+    "quantiles, full recompute, pp2": (2, QUANTILES, PP2 | RECOMPUTE),
     "experts, ep2, allgather": (2, MIXTRAL, EP2 | ALL_GATHER),
     "experts, tp2 etp1": (2, MIXTRAL, TP2 | ETP1),
     "experts, dp2 etp2 ep2": (4, MIXTRAL, ETP2 | EP2),

@@ -130,6 +130,7 @@ LATENT = {
 RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "delta net, tp2": (2, DELTA, TP2),
     "delta net, tp2 sp": (2, DELTA, TP2 | SP),
+    "delta net and layer norms, cp2 tp2 sp": (4, DELTA | {"normalization": "LayerNorm"}, CP2 | TP2 | SP),
     "delta net, pp2": (2, DELTA, PP2),
     "delta net, cp2": (2, DELTA, CP2),
     "delta net, cp4, parts of 4 tokens": (4, DELTA | {"seq_length": 32}, {"context_parallel_size": 4}),

@@ -32,6 +32,8 @@ class Collected:
     """Terms that are minimised in addition to the loss of the model."""
     loads: dict[int, Tensor] = field(default_factory=dict)
     """Choices of each expert by the global batch, by the number of the layer."""
+    balanced: dict[int, list[Tensor]] = field(default_factory=dict)
+    """The biases ``[E]`` that would have balanced each micro-batch, by the number of the layer."""
 
     def add(self, name: str, value: Tensor, coefficient: float) -> None:
         """Add a loss."""
@@ -138,7 +140,10 @@ def routed(s: SimpleNamespace, logits: Tensor, bias: Tensor | None, micro: int, 
                 of_token, factor = sparsemixer(s, logits[i, p], None if drawn is None else drawn[i, p])
             else:
                 ranking = scores_of(s, logits[i, p])
-                of_token = choose(s, ranking, bias)
+                if s.moe_router_load_balancing_type == "quantile_balancing":
+                    of_token = (logits[i, p] - bias).argsort(descending=True)[: s.moe_router_topk]
+                else:
+                    of_token = choose(s, ranking, bias)
                 if s.moe_router_force_load_balancing:
                     of_token = (p * s.moe_router_topk + torch.arange(s.moe_router_topk)) % s.num_experts
                 factor = factors_of(s, logits[i, p], of_token)
@@ -214,6 +219,10 @@ def mixture(
     if not s.disable_bias_linear:
         logits = logits + router["bias"]
     bias = router["expert_bias"].detach().double() if s.moe_router_enable_expert_bias else None
+    if s.moe_router_load_balancing_type == "quantile_balancing":
+        bias = router["qb_beta"].detach().double()
+        parts = logits.detach().flatten(0, 1).split(collected.micro_batch * logits.shape[1])
+        collected.balanced.setdefault(layer, []).extend(balanced_bias(s, part, bias) for part in parts)
     chosen, factors = routed(s, logits, bias, collected.micro_batch, noise)
     keep = kept(s, chosen, factors)
     of_experts = x @ w["fc1_latent_proj.weight"].T if s.moe_latent_size else x
@@ -243,6 +252,23 @@ def mixture(
     counts = [((chosen == e).any(-1) * collected.mask).sum() for e in range(s.num_experts)]
     collected.loads[layer] = collected.loads.get(layer, 0) + torch.stack(counts)
     return output
+
+
+def balanced_bias(s: SimpleNamespace, logits: Tensor, bias: Tensor) -> Tensor:
+    """The bias of each expert that exactly T k / E of the T tokens exceed: by how much their logits exceed the highest
+    biased value that the token does not choose. Megatron Core's quantile balancing."""
+    excess = []
+    for of_token in logits:
+        excess.append(of_token - (of_token - bias).sort(descending=True).values[s.moe_router_topk])
+    share = len(logits) * s.moe_router_topk // s.num_experts
+    return torch.stack(excess).sort(dim=0, descending=True).values[share]
+
+
+def updated_quantiles(s: SimpleNamespace, bias: Tensor, balanced: list[Tensor]) -> Tensor:
+    """A moving average over steps of the mean over micro-batches, with mean 0, stored in float32."""
+    m = s.moe_router_quantile_balancing_ema
+    new = m * bias.double() + (1 - m) * torch.stack(balanced).mean(0)
+    return (new - new.mean()).float()
 
 
 def updated_bias(s: SimpleNamespace, bias: Tensor, load: Tensor) -> Tensor:

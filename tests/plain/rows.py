@@ -197,6 +197,8 @@ ROUTERS: dict[str, Values] = {
     "no balance": EXPERTS | {"moe_router_load_balancing_type": "none"},
     "sinkhorn": EXPERTS | {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
     "sinkhorn of sequences": EXPERTS | {"moe_router_load_balancing_type": "seq_sinkhorn"},
+    "quantiles of micro-batches": EXPERTS
+    | {"moe_router_load_balancing_type": "quantile_balancing", "moe_router_quantile_balancing_ema": 0.3},
     "softmax before the choice": EXPERTS
     | AUX
     | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.7},

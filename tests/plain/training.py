@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from tests.plain.attention import Sequences
-from tests.plain.experts import updated_bias
+from tests.plain.experts import Collected, updated_bias, updated_quantiles
 from tests.plain.model import has_experts, objective
 from tests.plain.norms import Weights
 from tests.plain.optimizers import adam, lamb, learning_rate, lion, muon, sgd, soap, weight_decay
 from tests.plain.random_masks import dropped, uniform
 
 RULES = {"adam": adam, "sgd": sgd, "lion": lion, "lamb": lamb}
+
+BIASES = ("router.expert_bias", "router.qb_beta")
+"""Weights without gradients."""
 
 
 @dataclass
@@ -61,9 +64,9 @@ def documents_of(s: SimpleNamespace, tokens: Tensor, eod: int) -> tuple[Tensor, 
 def train(s: SimpleNamespace, start: Weights, samples: list[dict[str, Tensor]], steps: int) -> Record:
     """Train on consecutive ``samples`` (tokens, labels, mask, each ``[t]``), ``global_batch_size`` in each step."""
     weights = {
-        name: value.double().clone().requires_grad_() for name, value in start.items() if "expert_bias" not in name
+        name: value.double().clone().requires_grad_() for name, value in start.items() if not name.endswith(BIASES)
     }
-    weights |= {name: value.float().clone() for name, value in start.items() if "expert_bias" in name}
+    weights |= {name: value.float().clone() for name, value in start.items() if name.endswith(BIASES)}
     states: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     record = Record(average={name: value.detach().clone() for name, value in weights.items()})
     consumed = 0
@@ -95,7 +98,7 @@ def train(s: SimpleNamespace, start: Weights, samples: list[dict[str, Tensor]], 
             used = (before if s.lr_one_step_later else consumed) if by_samples(s) else step + (not s.lr_one_step_later)
             for name, new in updated(s, weights, clipped(s, gradients, norm), states, step + 1, used).items():
                 weights[name].copy_(new)
-            update_biases(s, weights, collected.loads)
+            update_biases(s, weights, collected)
             if s.ema_decay is not None:  # Polyak and Juditsky 1992; e = d e + (1 - d) w
                 for name, value in weights.items():
                     record.average[name] = s.ema_decay * record.average[name] + (1 - s.ema_decay) * value
@@ -177,11 +180,13 @@ def updated(s: SimpleNamespace, weights: Weights, gradients: Weights, states: di
     return new
 
 
-def update_biases(s: SimpleNamespace, weights: Weights, loads: dict[int, Tensor]) -> None:
-    """Update the biases of the experts from the loads of the step."""
-    if not s.moe_router_enable_expert_bias:
-        return
+def update_biases(s: SimpleNamespace, weights: Weights, collected: Collected) -> None:
+    """Update the biases of the experts from the loads, or the balancing biases, of the step."""
+    loads = collected.loads
     for name, bias in weights.items():
+        if name.endswith("router.qb_beta"):
+            number = int(name.split("layers.")[1].split(".")[0])
+            bias.copy_(updated_quantiles(s, bias, collected.balanced[number]))
         if name.endswith("router.expert_bias"):
             number = int(name.split("layers.")[1].split(".")[0])
             layers = [number] if name.startswith("decoder") else [s.num_layers + number]

@@ -281,7 +281,12 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
     "stop": (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "give a string or a list of strings, none of them empty"),
     "choices": (COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, 400, "2 prompts times n=4 is more than 6"),
     "unknown": (COMPLETIONS, {"prompt": "a", "beams": 2}, 400, "'beams' is not a parameter of this server"),
-    "not supported": (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "'best_of' is not supported; remove it"),
+    "not supported": (
+        COMPLETIONS,
+        {"prompt": "a", "best_of": 2},
+        400,
+        "best_of=2 is not supported; remove it, or give 1",
+    ),
     "echo": (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "is not streamed"),
     "huge number": (COMPLETIONS, '{"prompt": "a", "n": %s}' % ("9" * 400), 400, "1 prompts times n="),
     "infinite": (COMPLETIONS, '{"prompt": "a", "temperature": 1e999}', 400, "temperature=inf: it should be a finite"),

@@ -7,31 +7,11 @@ from typing import Any
 from deepspeed.optimizers import LAMB_FACTORS, LOCAL_STEPS
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import read_table
 
-PATHS = {
-    "global_batch_size": "train_batch_size",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "clip_grad": "gradient_clipping",
-    "bf16": "bf16.enabled",
-    "fp16": "fp16.enabled",
-    "loss_scale": "fp16.loss_scale",
-    "loss_scale_window": "fp16.loss_scale_window",
-    "hysteresis": "fp16.hysteresis",
-    "min_loss_scale": "fp16.min_loss_scale",
-    "zero_stage": "zero_optimization.stage",
-    "ddp_bucket_size": "zero_optimization.reduce_bucket_size",
-    "overlap_grad_reduce": "zero_optimization.overlap_comm",
-    "optimizer_offload_fraction": "zero_optimization.offload_optimizer.ratio",
-    "lr": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-    "adam_eps": "optimizer.params.eps",
-    "sgd_momentum": "optimizer.params.momentum",
-    "grad_compression_warmup_iters": "optimizer.params.freeze_step",
-    "lamb_max_coeff": "optimizer.params.max_coeff",
-    "lamb_min_coeff": "optimizer.params.min_coeff",
-    **{f"onebit_lamb_{name}": f"optimizer.params.{name}" for name in LAMB_FACTORS},
-    **{f"zero_one_{name}": f"optimizer.params.{name}" for name in LOCAL_STEPS},
-}
+PATHS: dict[str, str] = read_table(__file__)
+PATHS |= {f"onebit_lamb_{name}": f"optimizer.params.{name}" for name in LAMB_FACTORS}
+PATHS |= {f"zero_one_{name}": f"optimizer.params.{name}" for name in LOCAL_STEPS}
 """Settings with the same value under another name."""
 TYPES = {"adam": "AdamW", "lion": "Lion", "sgd": "SGD", "lamb": "Lamb"}
 COMPRESSED = {

@@ -58,6 +58,12 @@ def _of_model(config: RunConfig) -> Iterator[TrainingDifference]:
             {"openai_gelu": True},
             unless="no_bias_gelu_fusion",
         )
+    if model.experimental_attention_variant == "dsa" and model.attention_dropout:
+        yield TrainingDifference(
+            "dropout of sparse attention",
+            "refused; Megatron-LM ignores --attention-dropout",
+            {"attention_dropout": 0.0},
+        )
     vocabulary = config.data.vocab_size
     multiple = model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     if vocabulary is None or vocabulary % multiple:

@@ -20,11 +20,23 @@ class BiasUpdates(RunPart):
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Update the biases of the routers that are trained."""
+        # Frozen routers keep their biases: the other weights of the model are those that the biases balance.
+        modules = (module for stage in self.run.stages.values() for module in stage.modules())
+        routers = [module for module in modules if isinstance(module, TopKRouter) and module.weight.requires_grad]
         if outcome.expert_load and not outcome.skipped:
-            # Frozen routers keep their biases: the other weights of the model are those that the biases balance.
-            modules = (module for stage in self.run.stages.values() for module in stage.modules())
-            routers = [module for module in modules if isinstance(module, TopKRouter) and module.weight.requires_grad]
             update_expert_biases(routers, {layer: load[:-1] for layer, load in outcome.expert_load.items()})
+            update_quantile_biases(routers)
+        for router in routers:
+            if router.qb_beta is not None:
+                router.balancing_biases.reset()
+
+
+def update_quantile_biases(modules: Iterable[nn.Module]) -> None:
+    """Update the biases of quantile_balancing of the routers in ``modules``; a collective call of a stage's ranks."""
+    for router in modules:
+        if isinstance(router, TopKRouter) and router.qb_beta is not None:
+            memory = router.config.moe_router_quantile_balancing_ema
+            router.balancing_biases.update(router.qb_beta, memory, router.batch_group)
 
 
 @torch.no_grad()

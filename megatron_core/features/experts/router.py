@@ -16,6 +16,7 @@ from megatron_core.features.experts.choice import (
     sinkhorn_probabilities,
     within_capacity,
 )
+from megatron_core.features.experts.quantile import BalancingBiases, quantile_choice
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
@@ -57,7 +58,8 @@ class TopKRouter(nn.Module):
 
     ``x`` is ``[n, b, h]``. ``weight`` ``[E, h]`` is replicated; because each rank routes different tokens, its gradient
     is partial over the tensor-parallel ranks. Logits and later values have the dtype ``moe_router_dtype`` or wider.
-    ``expert_bias`` ``[E]``, float32, has no gradient; ``update_expert_biases`` updates it.
+    ``expert_bias`` ``[E]`` and, with quantile_balancing, ``qb_beta`` ``[E]``, float32, have no gradient;
+    ``update_expert_biases`` updates them.
     """
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
@@ -84,6 +86,12 @@ class TopKRouter(nn.Module):
             self.expert_bias = allocate(replicated(shape[:1], tp_rank), torch.float32, parallel.device)
             self.expert_bias.init_method = nn.init.zeros_
             self.expert_bias.requires_grad_(False)
+        self.qb_beta = None
+        if config.moe_router_load_balancing_type == "quantile_balancing":
+            self.qb_beta = allocate(replicated(shape[:1], tp_rank), torch.float32, parallel.device)
+            self.qb_beta.init_method = nn.init.zeros_
+            self.qb_beta.requires_grad_(False)
+            self.balancing_biases = BalancingBiases(config.num_experts, parallel.device)
         arithmetic = parallel.arithmetic
         self.product = arithmetic.token_product(shape[0], context.tp_group.size())
         self.totals: tuple[Total, Total] = (arithmetic.sequence_sum, arithmetic.loss_sum)
@@ -148,9 +156,20 @@ class TopKRouter(nn.Module):
             return (in_turn % logits.shape[-1]).expand(*logits.shape[:2], -1)
         if config.moe_router_load_balancing_type.endswith("sinkhorn") and self.training:
             return self._sinkhorn_choice(logits, tokens)
+        if self.qb_beta is not None:
+            return self._quantile_choice(logits, tokens, self.qb_beta)
         if drawn is not None:
             return draw_sparsemixer(logits, drawn[..., :-1], config.moe_sparsemixer_threshold)
         return choose_experts(logits, self.expert_bias, config)
+
+    def _quantile_choice(self, logits: Tensor, tokens: Tokens, bias: Tensor) -> Tensor:
+        """Choose by logits and bias, and keep the biases that would balance the whole micro-batch in training."""
+        sequences, local_tokens = self._whole_sequences(logits, tokens)
+        k = self.config.moe_router_topk
+        experts, balanced = quantile_choice(sequences.flatten(0, 1), bias.to(logits.dtype), k)
+        if self.training and torch.is_grad_enabled():
+            self.balancing_biases.add(balanced)
+        return experts.view(*sequences.shape[:2], k)[local_tokens]
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Balance whole sequences in any layout: each separately (seq_sinkhorn), or the micro-batch together."""

@@ -23,6 +23,8 @@ def moe_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _choice_problems(model)
     yield from _balance_problems(model)
     yield from _capacity_problems(model)
+    if model.moe_router_load_balancing_type == "quantile_balancing":
+        yield from _quantile_problems(model, layout_invariant=config.parallel.layout_invariant)
     if model.moe_latent_size is not None:
         yield from _latent_problems(model, layout_invariant=config.parallel.layout_invariant)
     yield from _split_problems(config, model)
@@ -120,6 +122,21 @@ def _group_problems(model: MoEConfig, experts: int, groups: int, group_topk: int
 
 def _is_sinkhorn(model: MoEConfig) -> bool:
     return model.moe_router_load_balancing_type.endswith("sinkhorn")
+
+
+def _quantile_problems(model: MoEConfig, *, layout_invariant: bool) -> Iterator[str]:
+    """The bias of quantile_balancing."""
+    balance = f"moe_router_load_balancing_type={model.moe_router_load_balancing_type}"
+    for name in ("moe_router_enable_expert_bias", "moe_router_num_groups"):
+        if value := getattr(model, name):
+            yield f"{name}={value} cannot be used with {balance}, which has its own bias; remove one of them"
+    if model.moe_router_score_function == "sparsemixer":
+        yield f"moe_router_score_function=sparsemixer and {balance} have their own choices; remove one of them"
+    if model.moe_router_topk >= (model.num_experts or 0):
+        k, experts = model.moe_router_topk, model.num_experts
+        yield f"moe_router_topk={k} must be less than num_experts={experts} with {balance}; give a smaller number"
+    if layout_invariant:
+        yield f"layout_invariant=True cannot be used with {balance}, whose means are not exact sums; remove one of them"
 
 
 def _balance_problems(model: MoEConfig) -> Iterator[str]:

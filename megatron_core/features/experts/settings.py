@@ -29,13 +29,19 @@ BALANCING_LOSS = Condition(
     "--moe-aux-loss-coeff X",
     lambda run: run.model.moe_aux_loss_coeff or not run.model.moe_router_load_balancing_type.endswith("aux_loss"),
 )
+QUANTILES = Condition(
+    "--moe-router-load-balancing-type quantile_balancing",
+    lambda run: run.model.moe_router_load_balancing_type == "quantile_balancing",
+)
 NO_SINKHORN = unless(
     "--moe-router-load-balancing-type sinkhorn", lambda run: run.model.moe_router_load_balancing_type == "sinkhorn"
 )
 ROUTED_BY_SCORE = unless("--moe-router-force-load-balancing", lambda run: run.model.moe_router_force_load_balancing)
 
 BalancingLoss = Literal["seq_aux_loss", "aux_loss", "global_aux_loss"]
-LoadBalancing = Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "seq_sinkhorn", "none"]
+LoadBalancing = Literal[
+    "seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "seq_sinkhorn", "quantile_balancing", "none"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +109,13 @@ class MoEConfig(ModelConfig):
     per micro-batch of a rank. global_aux_loss: over all data-parallel ranks and the micro-batches so far. sinkhorn:
     the choice is balanced over the tokens of a rank's micro-batch, in training; it depends on --micro-batch-size, but
     not on tensor and context parallelism (Megatron-LM balances the tokens of each of these ranks). seq_sinkhorn: over
-    the tokens of each sequence, the same in every layout. none: no balancing."""
+    the tokens of each sequence, the same in every layout. quantile_balancing: a bias of each expert, which after each
+    step becomes the one with which the experts would have had equal loads in the step's micro-batches; it depends on
+    --micro-batch-size alone. none: no balancing."""
+    moe_router_quantile_balancing_ema: float = setting(
+        0.0, r.BELOW_1, needs=QUANTILES, resume=Resume.REPORTED, is_refinement=True
+    )
+    """Share of the previous bias in the new one of quantile_balancing."""
     moe_aux_loss_coeff: float = setting(
         0.0,
         r.NON_NEGATIVE,

@@ -62,6 +62,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield f"num_distributed_optimizer_instances={parallel.num_distributed_optimizer_instances}"
     if parallel.layout_invariant:
         yield "layout_invariant=True"
+    if config.optional("moe_router_load_balancing_type") == "quantile_balancing":
+        yield "moe_router_load_balancing_type=quantile_balancing, whose biases would differ between groups"
     if config.optional("moe_router_enable_expert_bias"):
         yield "moe_router_enable_expert_bias=True, whose biases would differ between groups"
     if (rank := config.optional("lora_rank")) is not None:

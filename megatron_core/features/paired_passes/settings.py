@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_core.config import conditions as c
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.run import RunConfig
-from megatron_core.config.setting import section, setting
+from megatron_core.config.setting import section, setting, unless
 from megatron_core.schedules import Schedule, schedules
 
 _PLANS = "megatron_core.features.paired_passes.plans"
@@ -16,19 +16,35 @@ SCHEDULES = (
 )
 
 
+def _frees_weights(parallel: ParallelConfig) -> bool:
+    """Whether ZeRO frees the weights of a layer of a pair while those of the other are used."""
+    return parallel.dp_zero_stage == 3 and parallel.pipeline_schedule != "dualpipe_v"
+
+
 @dataclass(frozen=True, kw_only=True)
 @section()
 class PairedPassesConfig(ParallelConfig):
     """Messages of experts during the computation of another micro-batch."""
 
-    overlap_moe_expert_parallel_comm: bool = setting(False, when=c.SEVERAL_EXPERT_RANKS)
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False,
+        when=(
+            c.SEVERAL_EXPERT_RANKS,
+            unless(
+                "--zero-stage 3, which frees the weights of all layers of a stage but one, except with "
+                "--pipeline-schedule dualpipe_v",
+                lambda run: _frees_weights(run.parallel),
+            ),
+        ),
+    )
     """Send tokens to and from experts while another micro-batch is computed: after the first forwards, each forward
     runs together with the backward of an earlier micro-batch. For --pipeline-schedule 1f1b and interleaved, which then
     hold activations of more micro-batches, and dualpipe_v."""
 
     def runs_in_pairs(self, config: RunConfig) -> bool:
-        """Whether forwards run together with backwards: without experts there is no exchange to overlap."""
-        return self.overlap_moe_expert_parallel_comm and config.optional("num_experts") is not None
+        """Whether forwards run together with backwards: there are experts, whose exchange is overlapped."""
+        has_experts = config.optional("num_experts") is not None
+        return self.overlap_moe_expert_parallel_comm and has_experts and not _frees_weights(self)
 
 
 def pair_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -51,10 +67,4 @@ def pair_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"overlap_moe_expert_parallel_comm=True overlaps moe_token_dispatcher_type=alltoall, not {exchange}; "
             "choose alltoall or remove --overlap-moe-expert-parallel-comm"
-        )
-    if parallel.dp_zero_stage == 3 and schedule != "dualpipe_v":
-        yield (
-            "overlap_moe_expert_parallel_comm=True uses the weights of two layers of a stage at the same time, and "
-            "zero_stage=3 frees those of all but one; legal: 0, 1, 2, or pipeline_schedule=dualpipe_v, whose pairs are "
-            "of different stages"
         )

@@ -31,7 +31,8 @@ class GatedDeltaNet(RecurrentLayer):
 
     Each query and key head serves several adjacent value heads, each with its own state.
     Source: Yang et al. 2025 (arXiv 2412.06464); names and order of the weights as in Megatron Core's ``GatedDeltaNet``;
-    the norm of outputs does not depend on ``apply_layernorm_1p``, as in Qwen3-Next.
+    the norm of outputs does not depend on ``apply_layernorm_1p``, as in Qwen3-Next; it is a layer norm with
+    ``normalization="LayerNorm"``, as in Megatron Core.
     """
 
     recurrence: ClassVar[type[kinds.GatedDeltaNetKind]] = kinds.GatedDeltaNetKind
@@ -51,6 +52,10 @@ class GatedDeltaNet(RecurrentLayer):
         norm = replicated((self.values,), context.tp_group.rank(), partial_grad=True)
         self.out_norm = allocate(norm, parallel.params_dtype, parallel.device)
         self.out_norm.init_method = nn.init.ones_
+        self.out_norm_bias: nn.Parameter | None = None
+        if sizes.centers_outputs:
+            self.out_norm_bias = allocate(norm, parallel.params_dtype, parallel.device)
+            self.out_norm_bias.init_method = nn.init.zeros_
 
     def _make_projections(self, context: LayerContext, pieces: tuple[int, ...]) -> None:
         self.in_proj = fused_linear(context, pieces)
@@ -87,7 +92,11 @@ class GatedDeltaNet(RecurrentLayer):
     def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Norm of each head's output, times its activated gate; ``[..., heads, dv]`` -> ``[..., heads * dv]``."""
         gate = gates[..., : self.pieces[3]].unflatten(-1, (-1, self.values))
+        if self.out_norm_bias is not None:  # a layer norm is the RMS norm of the centered outputs, and a bias
+            outputs = outputs - outputs.mean(-1, keepdim=True)
         normed = rms_norm(outputs, self.out_norm, self.epsilon, backend=self.backend)
+        if self.out_norm_bias is not None:
+            normed = normed + self.out_norm_bias.to(normed.dtype)
         return (normed * self.gate_activation(gate)).flatten(-2)
 
 

@@ -132,11 +132,17 @@ class GatedDeltaNetKind(RecurrenceKind):
         values = model.linear_num_value_heads * model.linear_value_head_dim
         return keys, keys, values, values, model.linear_num_value_heads, model.linear_num_value_heads
 
+    @property
+    def centers_outputs(self) -> bool:
+        """Whether the norm of a head's output is a layer norm with a bias, instead of an RMS norm."""
+        return self.model.normalization == "LayerNorm"
+
     def vectors(self, tp: int) -> int:
         """Weights of the convolution, of decays (two per head) and of the norm of a head's output."""
         model = self.model
         convolution = self.convolved // tp * model.linear_conv_kernel_dim
-        return convolution + (model.linear_num_value_heads + self.pieces[5]) // tp + self.value_head_size
+        norm = self.value_head_size * (1 + self.centers_outputs)
+        return convolution + (model.linear_num_value_heads + self.pieces[5]) // tp + norm
 
     def score_flops(self, keys: int) -> tuple[int, int]:
         """The recurrence, as Megatron-LM counts it: convolution; four products of ``[dk, dv]`` and token per head."""
@@ -149,6 +155,7 @@ class KimiDelta(GatedDeltaNetKind):
     """The gated delta net with a decay for each key channel of a head, and with gates and decays that are projections
     of few channels (Kimi Team 2025, arXiv 2510.26692, section 3)."""
 
+    centers_outputs = False
     name = "kimi_delta_attention"
 
     @property

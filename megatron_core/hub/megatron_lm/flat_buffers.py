@@ -268,7 +268,7 @@ class FlatState:
 
     def _registered(self, order: list[str], mixers: MixerOrders, layers: range, stage: int) -> list[str]:
         """Names of a stage's parameters in order of registration; ``mixers``: the order in layers with mixers."""
-        kinds = ("", ".weight", ".bias")
+        kinds = ("", "_bias", ".weight", ".bias")
         depths = self.model.distinct_added_layers
         inner = [f"{module}{suffix}" for module in order for suffix in kinds]
         of_mixers = {

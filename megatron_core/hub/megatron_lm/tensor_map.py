@@ -49,8 +49,8 @@ INNER = {"mtp_model_layer.": "transformer_layer."}
 STACKED = re.compile(r"layers\.\d+\.")
 """In hybrid models this layer is two, attention and an MLP, with numbers."""
 MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
-FROZEN = "router.expert_bias"
-"""The only tensor of a model without gradient."""
+FROZEN = "router.expert_bias", "router.qb_beta"
+"""The tensors of a model without gradient."""
 TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 Shape = tuple[int, ...]
 
@@ -229,7 +229,12 @@ STORED = {
     GatedDeltaNetKind.name: StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNetKind),
 }
 """The mixers by kind."""
-NORMS = {f"{mixer.module}.{mixer.norm}.weight": mixer.norm for mixer in STORED.values()}
+NORMS = {
+    f"{mixer.module}.{mixer.norm}.{suffix}": ours
+    for mixer in STORED.values()
+    for suffix, ours in (("weight", mixer.norm), ("bias", f"{mixer.norm}_bias"))
+}
+"""Names of the norms of outputs there, with the module of the mixer -> ours."""
 
 
 def has_other_names(model: ModelConfig) -> bool:
@@ -323,7 +328,8 @@ def pieces_of_mixer(
     prefix = f"{prefix}decoder.layers.{number}.{mixer.module}."
     local_name = local_name.removeprefix("self_attention.")
     if local_name not in STORED_IN_PIECES:
-        theirs = {ours: name for name, ours in RENAMED.items()} | {mixer.norm: f"{mixer.norm}.weight"}
+        theirs = {ours: name for name, ours in RENAMED.items()}
+        theirs |= {mixer.norm: f"{mixer.norm}.weight", f"{mixer.norm}_bias": f"{mixer.norm}.bias"}
         yield prefix + theirs.get(local_name, local_name), shape, box, box
         return
     sizes = mixer.recurrence(model).pieces

@@ -257,6 +257,10 @@ def _check_settings(trainer: Trainer) -> None:
     for name in ("use_dora", "moe_router_enable_expert_bias", "ema_decay", "fp8_format"):
         if values.get(name):
             raise ConfigError(f"{name}={values[name]} has state that trainings do not exchange; remove it")
+    if (balance := values["moe_router_load_balancing_type"]) == "quantile_balancing":
+        raise ConfigError(
+            f"moe_router_load_balancing_type={balance} has state that trainings do not exchange; remove it"
+        )
     if run.data_parallel.compressor is not None:
         raise ConfigError("compressed gradients have state that trainings do not exchange; remove the compression")
     for name in ("hidden_dropout", "attention_dropout", "lora_dropout"):

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from megatron_core.text_file import read_table
+
 COS_MIN_RATIO = "cos_min_ratio"
 CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
 CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
@@ -31,38 +33,7 @@ WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 TOTAL_NUM_STEPS = "total_num_steps"
 WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
 
-_TUNING: dict[str, dict[str, tuple[Any, str]]] = {
-    LR_RANGE_TEST: {
-        "lr_range_test_min_lr": (0.001, "initial learning rate"),
-        "lr_range_test_step_rate": (1.0, "increase per interval, as a share of the initial rate"),
-        "lr_range_test_step_size": (1000, "steps in an interval"),
-        "lr_range_test_staircase": (False, "change the rate only at the end of an interval"),
-    },
-    ONE_CYCLE: {
-        "cycle_first_step_size": (1000, "steps in the first half of the cycle"),
-        "cycle_first_stair_count": (-1, "stairs in the first half"),
-        "cycle_second_step_size": (-1, "steps in the second half of the cycle"),
-        "cycle_second_stair_count": (-1, "stairs in the second half"),
-        "decay_step_size": (1000, "steps in an interval of the decay after the cycle"),
-        "cycle_min_lr": (0.01, "lowest learning rate"),
-        "cycle_max_lr": (0.1, "highest learning rate"),
-        "decay_lr_rate": (0.0, "decay of the learning rate per interval"),
-        "cycle_momentum": (False, "also change the momentum"),
-        "cycle_min_mom": (0.8, "lowest momentum"),
-        "cycle_max_mom": (0.9, "highest momentum"),
-        "decay_mom_rate": (0.0, "decay of the momentum per interval"),
-    },
-    WARMUP_LR: {
-        WARMUP_MIN_LR: (0.0, "initial learning rate"),
-        WARMUP_MAX_LR: (0.001, "learning rate after warm-up"),
-        WARMUP_NUM_STEPS: (1000, "steps of warm-up"),
-        "warmup_type": (WARMUP_LOG_RATE, "log or linear"),
-    },
-    WARMUP_COSINE_LR: {
-        "warmup_min_ratio": (0.01, "initial learning rate, as a share of the optimizer's"),
-        "cos_min_ratio": (0.01, "final learning rate, as a share of the optimizer's"),
-    },
-}
+_TUNING: dict[str, dict[str, tuple[Any, str]]] = read_table(__file__)
 """Default and help of the arguments of each schedule on the command line."""
 
 

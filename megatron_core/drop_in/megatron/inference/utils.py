@@ -15,39 +15,19 @@ from megatron.training.checkpointing import load_checkpoint
 from megatron.training.global_vars import get_args
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import read_table
 
-NUMBERS: dict[str, tuple[type, Any, str]] = {
-    "temperature": (float, 1.0, "divisor of the logits"),
-    "top_k": (int, 1, "only this number of most likely tokens are candidates; 0: all"),
-    "top_p": (float, 0.0, "only the most likely tokens with this total probability are candidates; 0: all"),
-    "num-tokens-to-generate": (int, 30, "new tokens of each prompt"),
-    "top-n-logprobs": (int, 0, "log probabilities of this number of most likely tokens"),
-    "incoming-requests-per-step": (int, None, "requests that arrive before each step"),
-    "incoming-requests-per-sec": (float, 100.0, "requests that arrive in a second; -1: all at once"),
-    "incoming-requests-duration": (float, 10.0, "seconds in which requests arrive"),
-    "output-every-n-results": (int, 1, "write the results of every n-th request"),
-    "prompt-file-num-truncate": (int, None, "number of prompts to read from --prompt-file"),
-    "termination-id": (int, None, "token that ends a text; default: the tokenizer's"),
-    "suspend-resume-interval": (int, None, "not supported"),
-    "suspend-timeout": (float, 0.0, "not supported"),
-    "inference-repeat-n": (int, 1, "number of repetitions"),
-    "moe-routing-trace-max-inference-steps": (int, None, "not supported"),
-}
-SWITCHES = (
-    *("return-log-probs", "num-tokens-from-file", "skip-prompt-log-probs", "output-request-events"),
-    *("use-flashinfer-fused-rope", "inference-ckpt-non-strict", "throughput-check-only", "drain-between-batches"),
-)
-TEXTS = ("output-path", "prompt-file", "batch-boundaries", "coordinator-schedule-output-path")
+FLAGS = read_table(__file__)
 
 
 def add_inference_args(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags of Megatron-LM's programs for generation to ``parser``."""
     group = parser.add_argument_group(title="Inference")
-    for name, (kind, default, text) in NUMBERS.items():
-        group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    for name in SWITCHES:
+    for name, (kind, default, text) in FLAGS["numbers"].items():
+        group.add_argument(f"--{name}", type=float if kind == "float" else int, default=default, help=text)
+    for name in FLAGS["switches"].split():
         group.add_argument(f"--{name}", action="store_true")
-    for name in TEXTS:
+    for name in FLAGS["texts"].split():
         group.add_argument(f"--{name}")
     group.add_argument("--prompts", nargs="+", metavar="TEXT")
     group.add_argument("--stop-words", nargs="+", metavar="WORD")

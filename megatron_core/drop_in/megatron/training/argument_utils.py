@@ -203,6 +203,6 @@ def core_transformer_config_from_args(
     kinds = read("cp_comm_type")
     if kinds is not None:
         given["cp_comm_type"] = kinds[0] if len(kinds) == 1 else list(kinds)
-    if read("attention_backend") in ("auto", "unfused"):
-        given["attention_backend"] = AttnBackend[args.attention_backend]
+    if isinstance(backend := read("attention_backend"), str):
+        given["attention_backend"] = AttnBackend.__members__.get(backend, backend)
     return _from_args(kind, args, **given)

@@ -18,6 +18,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config.training_config import TokenizerConfig, ValidationConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
+from megatron.training.run_config import LAYER_PATTERNS, OTHER_DEFAULTS, SHOWN_DEFAULTS, run_config_of
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import training_flags
@@ -31,17 +32,9 @@ from megatron_core.launcher import read_integer
 from megatron_core.text_file import read_table
 from megatron_core.training.pretrain import read_settings
 
-GENERATION = {
-    "inference_max_requests": 8,
-    "inference_max_seq_length": 2560,
-    "inference_dynamic_batching_buffer_size_gb": 40.0,
-    "inference_dynamic_batching_block_size": 256,
-    "inference_logging_step_interval": 0,
-}
-"""Defaults of Megatron-LM's flags of generation."""
-LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
-"""Attributes that are a number n for every n-th layer, or a list with an entry for each layer."""
 _TABLES = read_table(__file__)
+GENERATION: dict[str, Any] = _TABLES["generation"]
+"""Defaults of Megatron-LM's flags of generation."""
 DEFAULTS: dict[str, Any] = _TABLES["values"]
 """Values of flags that are not given, other than None and False."""
 ATTRIBUTES: dict[str, tuple[str, Any]] = _TABLES["attributes"]
@@ -78,9 +71,16 @@ def parse_args(
     names = set(flags) | (names_in(flags["config"][-1]) if "config" in flags else set())
     if not names & {"calculate_per_token_loss", "no_calculate_per_token_loss"}:
         settings["calculate_per_token_loss"] = False  # Megatron-LM's default, which loss functions rely on
+    own = RunConfig().flat()
+    for name, default in (OTHER_DEFAULTS | SHOWN_DEFAULTS).items():
+        if name not in names and settings[name] == own[name]:
+            settings[name] = default
     for name in LAYER_PATTERNS:
         values = settings[name]  # programs test for an int or a list
         settings[name] = values and (values[0] if len(values) == 1 and values[0] else list(values))
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    backend = flags.get("attention_backend", [settings["attention_backend"]])[-1]
+    settings["attention_backend"] = AttnBackend.__members__.get(backend, backend)
     args = Namespace(**_others(given, settings) | settings | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
@@ -189,6 +189,9 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     args.global_batch_size = config.training.final_batch_size(args.data_parallel_size)
     args.eval_global_batch_size = config.training.evaluation_batch_size(args.data_parallel_size)
     args.ffn_hidden_size, args.kv_channels = model.ffn_size, model.head_size
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not getattr(args, "grad_reduce_in_bf16", False)
+    if args.num_experts is not None and args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
     args.max_position_embeddings = config.max_positions
     args.params_dtype = getattr(torch, config.training.compute_dtype)
     updates_matrices = config.optimizer.kind_of(hidden=True).scalar_optimizer is not None
@@ -210,16 +213,7 @@ def _translate_attributes(args: Namespace) -> None:
         args.position_embedding_type = "rope"
     if getattr(args, "recompute_activations", False):
         args.recompute_granularity = "selective"
-    if isinstance(backend := getattr(args, "attention_backend", None), bool | AttnBackend):  # a bool: of accelerate
-        args.attention_backend = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
+    if isinstance(getattr(args, "attention_backend", None), bool):  # of accelerate
+        args.attention_backend = AttnBackend.auto
     if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
         args.vocab_size, args.tokenizer_type = args.orig_vocab_size, "NullTokenizer"
-
-
-def run_config_of(args: Namespace) -> RunConfig:
-    """Return the engine's configuration from the attributes with names of its settings."""
-    settings = {name: getattr(args, name) for name in field_types() if hasattr(args, name)}
-    for name in LAYER_PATTERNS:
-        if isinstance(value := settings.get(name), int | list):
-            settings[name] = (value,) if isinstance(value, int) else tuple(value)
-    return RunConfig.from_flat(settings)

@@ -10,8 +10,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.transformer.module import sharded
 from megatron.core.utils import unwrap_model
-from megatron.training.arguments import run_config_of
 from megatron.training.global_vars import get_args
+from megatron.training.run_config import run_config_of
 from megatron.training.utils.common_utils import print_rank_0
 from megatron_core.checkpoint import CheckpointReader, open_newest
 from megatron_core.checkpoint.folder import TRACKER, iteration_folder

@@ -10,11 +10,10 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.global_vars import get_args
+from megatron.training.run_config import run_config_of
 from megatron.training.utils.common_utils import print_rank_0, print_rank_last, unwrap_model
 from megatron_core import parallel_state
-from megatron_core.config import ModelConfig
 from megatron_core.config.flops import forward_flops_per_token
-from megatron_core.feature import extended
 from megatron_core.parallel.collectives import all_reduce_
 
 
@@ -30,11 +29,9 @@ def num_floating_point_operations(
     ``total_real_tokens_in_batch`` is the number of counted tokens and ``seqlen_squared_sum_in_batch`` the sum of the
     squared lengths of separate documents; by default whole sequences of ``args.seq_length``.
     """
-    names = [each.name for each in fields(extended(ModelConfig)) if getattr(args, each.name, None) is not None]
-    values = {name: getattr(args, name) for name in names if not name.startswith("window_")}
-    frequency = values.get("moe_layer_freq", 1)
-    values["moe_layer_freq"] = (frequency,) if isinstance(frequency, int) else tuple(frequency)
-    one, two = (sum(forward_flops_per_token(ModelConfig(**values), n, args.padded_vocab_size).values()) for n in (1, 2))
+    given = {name: value for name, value in vars(args).items() if value is not None and not name.startswith("window_")}
+    model = run_config_of(Namespace(**given)).model
+    one, two = (sum(forward_flops_per_token(model, n, args.padded_vocab_size).values()) for n in (1, 2))
     attention, others = two - one, 2 * one - two  # of a query and a key, and of a token
     tokens = batch_size * args.seq_length if total_real_tokens_in_batch is None else total_real_tokens_in_batch
     pairs = batch_size * args.seq_length**2 if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch

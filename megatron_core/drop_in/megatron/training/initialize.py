@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.arguments import parse_and_validate_args, run_config_of
+from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_args, stored_args
+from megatron.training.run_config import run_config_of
 from megatron_core import parallel_state
 from megatron_core.parallel import World, start_world
 

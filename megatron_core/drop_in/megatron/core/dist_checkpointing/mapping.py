@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,19 @@ class ShardedTensor:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of ``data``."""
+        """The shape of ``data``; assigning another one raises CheckpointError, as other offsets do."""
         return tuple(self.data.shape)
+
+    @local_shape.setter
+    def local_shape(self, shape: Sequence[int]) -> None:
+        """Raise CheckpointError for another shape."""
+        self._check("local_shape", shape)
+
+    def _check(self, name: str, value: Sequence[int]) -> None:
+        if tuple(value) != getattr(self, name):
+            raise CheckpointError(
+                f"{self.key}: {name}={tuple(value)} differs from {getattr(self, name)}; build another ShardedTensor"
+            )
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -60,6 +71,11 @@ class ShardedTensor:
         """The position of the part's first element in the global tensor."""
         parts = self.spec.parts
         return parts[0].whole.start if parts else (0,) * len(self.global_shape)
+
+    @global_offset.setter
+    def global_offset(self, offset: Sequence[int]) -> None:
+        """Raise CheckpointError for another offset."""
+        self._check("global_offset", offset)
 
     @property
     def axis_fragmentations(self) -> tuple[int, ...]:
@@ -110,12 +126,15 @@ class ShardedTensor:
         spec = ShardSpec(tuple(shape), tuple(splits), tuple(indices))
         return cls(key, data, spec, replica_id, allow_shape_mismatch, prepended=prepend_axis_num)
 
+    def rank_offsets(self) -> list[tuple[int, int, int]]:
+        """Return (dimension, index of this part, number of parts) of each split, for ``from_rank_offsets``."""
+        counts, parts = self.axis_fragmentations, dict(self.spec.indices)
+        return [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
+
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Return a list with this rank's part of the global tensor whose parts are all narrowed in this way."""
-        counts, parts = self.axis_fragmentations, dict(self.spec.indices)
-        offsets = [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
         data = self.data.narrow(dim, start, length)
-        return [ShardedTensor.from_rank_offsets(self.key, data, *offsets, replica_id=self.replica_id)]
+        return [ShardedTensor.from_rank_offsets(self.key, data, *self.rank_offsets(), replica_id=self.replica_id)]
 
     def validate_metadata_integrity(self) -> None:
         """Raise LayoutError unless ``data`` has the shape of ``spec``."""
@@ -179,6 +198,58 @@ class ShardedTensorFactory:
     def build(self) -> Any:
         """Return the sharded state dict that is stored."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def _split_factory(
+    whole: ShardedTensor, dim: int, lengths: Sequence[int], stored: Sequence[tuple[str, list[tuple[int, int, int]]]]
+) -> ShardedTensorFactory:
+    """Return a factory that stores parts of ``lengths`` along ``dim``, with a suffix of the key and offsets for each.
+
+    ``dim`` counts the leading dimensions that the caller's tensor lacks.
+    """
+    shape = tuple(whole.data.shape)
+
+    def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(key + suffix, part, *offsets, replica_id=replica_id)
+            for part, (suffix, offsets) in zip(data.detach().view(shape).split(list(lengths), dim), stored, strict=True)
+        ]
+
+    return ShardedTensorFactory(
+        *(whole.key, whole.data, build, lambda parts: torch.cat([*parts], dim).view(shape[whole.prepended :])),
+        replica_id=whole.replica_id,
+    )
+
+
+def split_tensor_factory(
+    orig_sh_ten: ShardedTensor, split_sections: Sequence[int], split_names: Sequence[str], split_dim: int
+) -> ShardedTensorFactory:
+    """Return a factory that stores parts of a tensor along ``split_dim`` under ``KEY.NAME``."""
+    stored = [(f".{name}", orig_sh_ten.rank_offsets()) for name in split_names]
+    return _split_factory(orig_sh_ten, split_dim + orig_sh_ten.prepended, split_sections, stored)
+
+
+def apply_swiglu_sharded_factory(
+    original_sh_ten: ShardedTensor,
+    sharded_offsets: Sequence[tuple[int, int, int]],
+    singleton_local_shards: bool = False,
+    tp_group: Any = None,
+    dp_group: Any = None,
+) -> ShardedTensorFactory:
+    """Return a factory that stores gate and input of a gated MLP, the halves of a rank's rows, as whole matrices.
+
+    With ``singleton_local_shards`` they are two tensors, ``KEY_w`` and ``KEY_v``, otherwise the halves of one.
+    ``sharded_offsets``: one for each leading dimension that the caller's tensor lacks. ``tp_group`` and ``dp_group``
+    have no effect.
+    """
+    dim, offsets = len(sharded_offsets), original_sh_ten.rank_offsets()
+    count = original_sh_ten.axis_fragmentations[dim]
+    index = next((offset[1] for offset in offsets if offset[0] == dim), 0)
+    others = [offset for offset in offsets if offset[0] != dim]
+    stored = [("", [*others, (dim, number, 2 * count)]) for number in (index, count + index)]
+    if singleton_local_shards:
+        stored = [(suffix, [*others, (dim, index, count)]) for suffix in ("_w", "_v")]
+    return _split_factory(original_sh_ten, dim, [original_sh_ten.data.shape[dim] // 2] * 2, stored)
 
 
 def built(state_dict: Any) -> Any:

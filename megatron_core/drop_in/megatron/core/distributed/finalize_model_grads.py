@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.exported import update_expert_biases_of
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron_core.features.experts.part import update_quantile_biases
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.current import current
 
@@ -23,7 +24,7 @@ def finalize_model_grads(
     """Reduce the gradients of all chunks; with ``num_tokens`` divide them by its sum over all ranks.
 
     Gradients of norms under sequence parallelism, of shared keys and of tied embeddings are completed before data
-    parallelism sums them. Expert biases (``moe_router_enable_expert_bias``) are updated from the loads of the step.
+    parallelism sums them. Expert biases are updated from the loads, or by the quantiles of logits, of the step.
     For models with ``calculate_per_token_loss``, ``num_tokens`` is the number of tokens in this rank's loss; the value
     of the last stage is used. Raises ConfigError if ``pg_collection`` differs from the current groups.
     """
@@ -33,6 +34,7 @@ def finalize_model_grads(
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     for chunk in model:
         update_expert_biases_of(chunk.modules(), groups.group("tp-dp-cp"))
+        update_quantile_biases(module for module in chunk.modules() if module.training)
     if num_tokens is not None:
         is_last = groups.index("pp") == groups.size("pp") - 1
         total = num_tokens.detach().to(torch.float64) * is_last

@@ -3,7 +3,7 @@ tensor-parallel ranks; recomputation, also without keeping outputs. The engine's
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, cast
 
@@ -198,12 +198,23 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     def run(*inputs: Any) -> Any:
         # The first call is the forward itself; later ones recompute it.
         passes.append(None)
-        if len(passes) == 1:
-            return function(*inputs)
-        with again():
-            return function(*inputs)
+        _RUNNING.append(None)
+        try:
+            with again() if len(passes) > 1 else nullcontext():
+                return function(*inputs)
+        finally:
+            _RUNNING.pop()
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+
+_RUNNING = list[None]()
+"""An entry for each function that ``checkpoint`` is calling."""
+
+
+def is_checkpointing() -> bool:
+    """Whether a function of ``checkpoint`` is running; layers that the engine recomputes are not counted."""
+    return bool(_RUNNING)
 
 
 def _same_states() -> Callable[[], AbstractContextManager[None]]:

@@ -202,8 +202,8 @@ def adopt(
             module.__class__ = exported[type(module)]
         if isinstance(module, ExportedModule) and module._context is None:
             module.bind(config, context, samples)
-        bias: Any = module.expert_bias if isinstance(module, TopKRouter) else None
-        if bias is not None:
-            mark_keep_in_fp32(bias)
+        for bias in (module.expert_bias, module.qb_beta) if isinstance(module, TopKRouter) else ():
+            if bias is not None:
+                mark_keep_in_fp32(bias)
     if prefix is not None:
         draw_weights(root, context.seed, prefix)

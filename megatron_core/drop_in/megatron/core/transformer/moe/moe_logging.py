@@ -28,10 +28,13 @@ class MoEMetricsTracker:
     def __init__(self) -> None:
         self.metrics: dict[str, MetricEntry] = {}
 
-    def ensure_initialized(self, name: str, num_layers: int) -> None:
-        """Add the loss ``name`` with zeros, for ranks without layers of experts."""
-        if name not in self.metrics:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def ensure_initialized(self, name: str, num_layers: int, device: torch.device | None = None) -> None:
+        """Add the loss ``name`` with zeros, for ranks without layers of experts.
+
+        Sums of a model with another number of layers, which this process has built before, are dropped.
+        """
+        if name not in self.metrics or len(self.metrics[name].values) != num_layers:
+            device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
             self.metrics[name] = MetricEntry(torch.zeros(num_layers, device=device))
 
     def record(
@@ -47,7 +50,8 @@ class MoEMetricsTracker:
         """Add the loss of a layer, numbered from 1; without a number do nothing."""
         if layer_number is None:
             return
-        entry = self.metrics.setdefault(name, MetricEntry(torch.zeros(num_layers, device=value.device)))
+        self.ensure_initialized(name, num_layers, value.device)
+        entry = self.metrics[name]
         entry.values[layer_number - 1] += value.detach()
         entry.reduce_group, entry.avg_group, entry.needs_dp_avg = reduce_group, avg_group, needs_dp_avg
 

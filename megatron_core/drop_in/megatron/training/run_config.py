@@ -1,0 +1,33 @@
+"""The engine's configuration from a program's arguments."""
+
+from argparse import Namespace
+from typing import Any
+
+from megatron.core.enums import AttnBackend
+from megatron_core.config import RunConfig
+from megatron_core.config.run import field_types
+from megatron_core.text_file import read_table
+
+LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+"""Attributes that are a number n for every n-th layer, or a list with an entry for each layer."""
+_TABLES = read_table(__file__)
+OTHER_DEFAULTS: dict[str, Any] = _TABLES["other_defaults"]
+"""Settings whose defaults here differ from Megatron-LM's: a program has Megatron-LM's."""
+SHOWN_DEFAULTS: dict[str, Any] = _TABLES["shown_defaults"]
+"""Megatron-LM's notation of settings that are not given; the engine's default is used."""
+
+
+def run_config_of(args: Namespace) -> RunConfig:
+    """Return the engine's configuration from the attributes with names of its settings."""
+    settings = {name: getattr(args, name) for name in field_types() if hasattr(args, name)}
+    for name in LAYER_PATTERNS:
+        if isinstance(value := settings.get(name), int):
+            settings[name] = (value,)
+    if isinstance(backend := settings.get("attention_backend"), AttnBackend):
+        settings["attention_backend"] = "unfused" if backend in (AttnBackend.unfused, AttnBackend.local) else "auto"
+    own = RunConfig().flat()
+    for name, default in (OTHER_DEFAULTS | SHOWN_DEFAULTS).items():
+        is_unused = name in SHOWN_DEFAULTS or (name.startswith("moe_") and settings.get("num_experts") is None)
+        if is_unused and settings.get(name, own[name]) == default:
+            settings[name] = own[name]
+    return RunConfig.from_flat(settings)
