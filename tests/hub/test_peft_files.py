@@ -16,6 +16,7 @@ from megatron_core.hub.adapter_export import export_adapter
 from megatron_core.hub.conversion import export_hugging_face
 from megatron_core.hub.hugging_face.peft import OFF, ONLY, OTHER_WEIGHTS, TYPES, WITHOUT_EFFECT, adapter_settings
 from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.hub.hf_models import save_model
 from tests.hub.test_peft import _adapter, _config, _loaded, _logits, _stored
 
 peft = pytest.importorskip("peft", reason="peft is not installed (make install-test)")
@@ -231,3 +232,17 @@ def test_our_own_file_is_read(tmp_path: Path) -> None:
     run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "run")))
     export_adapter(tmp_path / "run", tmp_path / "exported")
     assert adapter_settings(tmp_path / "exported") == adapter_settings(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("block", ["experts", "shared_experts"])
+def test_our_own_file_for_experts_is_read(block: str, tmp_path: Path) -> None:
+    save_model("deepseek_v3", tmp_path / "base", torch.float64)
+    config = _config(tmp_path, lora_rank=2, lora_target_modules=(f"{block}.linear_fc2",), save=str(tmp_path / "run"))
+    run_ranks(1, _stored, config)
+    export_adapter(tmp_path / "run", tmp_path / "adapter")
+    targets = adapter_settings(tmp_path / "adapter")["lora_target_modules"]
+    assert targets == tuple(f"*.layers.{n}.*.{block}.down_proj" for n in (1, 2, 3))
+    run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "again")))
+    export_adapter(tmp_path / "again", tmp_path / "exported")
+    stored = [tmp_path / name / "adapter_model.safetensors" for name in ("adapter", "exported")]
+    assert stored[0].read_bytes() == stored[1].read_bytes()

@@ -1,6 +1,7 @@
 """Rules for low-rank adapters."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_core.config.linear_layers import linear_layers
 from megatron_core.config.parallel import ParallelConfig
@@ -65,12 +66,9 @@ def _target_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     unknown = [target for target in tuning.lora_target_modules if target.rpartition(".")[2] not in NAMES]
     if unknown:
         yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
-    # As in PEFT, some names may stand for no layer: lists are used for many models. If there are faults in the settings
-    # of layers, the layers are not known.
-    elif not any(_faults_of_layers(config, world_size)) and not _adapts(config):
-        yield (
-            f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
-        )
+    # If there are faults in the settings of layers, the layers are not known.
+    elif not any(_faults_of_layers(config, world_size)):
+        yield from _unused_targets(config)
     for module in dict.fromkeys(module for module, _ in PARTS):
         named = {
             weight_part
@@ -110,9 +108,25 @@ def _faults_of_layers(config: RunConfig, world_size: int) -> Iterator[str]:
             yield from feature.problems(config, world_size)
 
 
-def _adapts(config: RunConfig, *, experts: bool = False) -> bool:
-    """Whether a name stands for one of the linear layers of the model; ``experts``: for one in an expert."""
+def _unused_targets(config: RunConfig) -> Iterator[str]:
+    """Targets that stand for no layer. As in PEFT, some names may do so: lists of names are used for many models."""
+    targets = config.section(TuningConfig).lora_target_modules
+    unused = tuple(target for target in targets if not _adapts(config, target))
+    if len(unused) == len(targets):
+        yield f"lora_target_modules={shown(targets)} names no layer of this model; name other layers"
+    elif paths := tuple(target for target in unused if "." in target):
+        yield (
+            f"lora_target_modules={shown(paths)}: no layer of this model has such a path; it must be the end of "
+            "decoder.layers.0.mlp.linear_fc2 or a similar name, with * for other parts, as *.layers.0.*.q_proj"
+        )
+
+
+def _adapts(config: RunConfig, *targets: str, experts: bool = False) -> bool:
+    """Whether one of ``targets``, by default those of the run, stands for a linear layer of the model; ``experts``: for
+    one in an expert."""
     tuning = config.section(TuningConfig)
+    if targets:
+        tuning = replace(tuning, lora_target_modules=targets)
     return any(
         tuning.parts_of(f"decoder.layers.{number}.{layer.path}", fused=len(layer.pieces))
         for number in range(config.model.num_layers)
