@@ -234,6 +234,7 @@ def test_our_own_file_is_read(tmp_path: Path) -> None:
     assert adapter_settings(tmp_path / "exported") == adapter_settings(tmp_path / "adapter")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("block", ["experts", "shared_experts"])
 def test_our_own_file_for_experts_is_read(block: str, tmp_path: Path) -> None:
     save_model("deepseek_v3", tmp_path / "base", torch.float64)
