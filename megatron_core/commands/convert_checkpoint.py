@@ -78,8 +78,8 @@ class ConvertFlags:
     average: bool = False
     """From native to hf: the moving averages of --ema-decay instead of the weights."""
     verify: bool = True
-    """Compare the logits of a Hugging Face folder with `transformers`, from deepspeed names and shapes; if they differ,
-    nothing is written."""
+    """Compare the logits of a Hugging Face folder with `transformers`, to peft with `peft`, from deepspeed names and
+    shapes; if they differ, nothing is written."""
 
 
 def convert_checkpoint(settings: ConvertFlags) -> str:
@@ -122,7 +122,7 @@ def convert_checkpoint(settings: ConvertFlags) -> str:
             raise ConfigError(
                 f"--from {settings.source} --to peft: adapters are in native checkpoints; use --from native"
             )
-        return f"{load} -> {save} (peft); {export_adapter(load, save, step=settings.ckpt_step)} tensors"
+        difference = export_adapter(load, save, step=settings.ckpt_step, verify=settings.verify)
     elif settings.to == "native":
         imported = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
         return f"{load} -> {save} (native); {imported}; not verified"
