@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig, RunContext, field_types, section_types, settings
 from megatron_core.config.setting import Condition
+from megatron_core.config.values import describe, fits
 
 
 def illegal_values(values: Mapping[str, Any]) -> Iterator[str]:
@@ -22,6 +23,14 @@ def illegal_values(values: Mapping[str, Any]) -> Iterator[str]:
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not _is_encodable(text):
                 yield f"{name}={text!r} has a character that cannot occur in file names and flags; remove it"
+
+
+def wrong_types(values: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of a Python program whose value has not their type; files and flags are converted."""
+    types, defaults = field_types(), _defaults()
+    for name, value in values.items():
+        if value is not defaults[name] and not fits(value, types[name]):
+            yield f"{name}={value!r} has the type {type(value).__name__}; it must be {describe(types[name], 'None')}"
 
 
 def unknown_words(values: Mapping[str, Any]) -> Iterator[str]:

@@ -4,6 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from megatron_core.config.help import ALL
@@ -16,6 +17,24 @@ def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = 
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     suggestion = " or ".join(prefix + (candidate.replace("_", "-") if prefix else candidate) for candidate in close)
     return f"perhaps you meant {suggestion}" if close else otherwise
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether ``value`` has the type ``annotation`` of a setting; words of a ``Literal`` are not compared."""
+    options = typing.get_args(annotation)
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return any(fits(value, option) for option in options)
+    if typing.get_origin(annotation) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
+        return len(kinds) == len(value) and all(map(fits, value, kinds))
+    if typing.get_origin(annotation) is Literal:
+        return not isinstance(value, tuple)
+    if annotation is bool or isinstance(value, bool):
+        return annotation is bool and isinstance(value, bool)
+    # Numbers of numpy are numbers, too.
+    return isinstance(value, {int: Integral, float: Real}.get(annotation, annotation))
 
 
 def convert(value: Any, annotation: Any) -> Any:
