@@ -20,20 +20,20 @@ def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = 
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether ``value`` has the type ``annotation`` of a setting; words of a ``Literal`` are not compared."""
+    """Whether ``value`` has the type ``annotation`` of a setting; numbers of numpy are numbers."""
     options = typing.get_args(annotation)
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return any(fits(value, option) for option in options)
-    if typing.get_origin(annotation) is tuple:
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return value in options
+    if origin is tuple:
         if not isinstance(value, tuple):
             return False
-        kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
+        kinds = options[:1] * len(value) if options[-1] is Ellipsis else options
         return len(kinds) == len(value) and all(map(fits, value, kinds))
-    if typing.get_origin(annotation) is Literal:
-        return not isinstance(value, tuple)
-    if annotation is bool or isinstance(value, bool):
-        return annotation is bool and isinstance(value, bool)
-    # Numbers of numpy are numbers, too.
+    if options:
+        return any(fits(value, option) for option in options)
+    if isinstance(value, bool):
+        return annotation is bool
     return isinstance(value, {int: Integral, float: Real}.get(annotation, annotation))
 
 

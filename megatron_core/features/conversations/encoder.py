@@ -74,7 +74,7 @@ class ConversationTokenizer:
     ) -> Encoding:
         """As ``encode``, with the text and what is known of it.
 
-        ``prompt_length``: all text after the prompt of so many messages is one answer, with what follows its last
+        ``prompt_length``: the number of messages before a single answer, which is all later text, also after its
         end-of-turn token, as in trl's DPO.
         """
         all_answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
