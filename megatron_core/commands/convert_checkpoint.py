@@ -44,6 +44,16 @@ FORMATS: dict[str, Format] = {"megatron": "torch_dist", "torch_dcp": "torch_dcp"
 """Value of --to -> the format of a folder of torch.distributed.checkpoint."""
 MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
 """Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks."""
+CONVERSIONS = {
+    "ckpt_step": (("native", "megatron"), ("hf", "native", "peft", *FORMATS)),
+    "tag": (("deepspeed",), ("hf", "native")),
+    "hf_config": (("deepspeed",), ("hf",)),
+    "model_type": (("native", "megatron"), ("hf",)),
+    "dtype": (("hf", "megatron", "deepspeed", "native"), ("hf", "native")),
+    "optimizer": (("megatron", "deepspeed"), ("native",)),
+    "average": (("native",), ("hf",)),
+}
+"""Flag -> the values of --from and --to with which it has an effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +88,8 @@ class ConvertFlags:
     average: bool = False
     """From native to hf: the moving averages of --ema-decay instead of the weights."""
     verify: bool = True
-    """Compare the logits of a Hugging Face folder with `transformers`, from deepspeed names and shapes; if they differ,
-    nothing is written."""
+    """Compare the logits of a Hugging Face folder with `transformers`, to peft with `peft`, from deepspeed names and
+    shapes; if they differ, nothing is written."""
 
 
 def convert_checkpoint(settings: ConvertFlags) -> str:
@@ -103,8 +113,7 @@ def convert_checkpoint(settings: ConvertFlags) -> str:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
-    if settings.average and (settings.source, settings.to) != ("native", "hf"):
-        raise ConfigError(f"--average needs --from native --to hf, not --from {settings.source} --to {settings.to}")
+    _refuse_unused(settings)
     if settings.to in FORMATS:
         if settings.source != "native":
             raise ConfigError(f"--to {settings.to} needs --from native; convert to native first")
@@ -113,8 +122,6 @@ def convert_checkpoint(settings: ConvertFlags) -> str:
     difference: float | None = None
     if settings.source == "deepspeed" and settings.to != "peft":
         return f"{load} -> {save} ({settings.to}); {convert_deepspeed(settings, load, save, dtype)}"
-    if settings.tag is not None or settings.hf_config is not None:
-        raise ConfigError(f"--tag and --hf-config are for --from deepspeed; remove them with --from {settings.source}")
     if settings.source == "hf" and settings.to == "native":
         difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
     elif settings.to == "peft":
@@ -122,7 +129,7 @@ def convert_checkpoint(settings: ConvertFlags) -> str:
             raise ConfigError(
                 f"--from {settings.source} --to peft: adapters are in native checkpoints; use --from native"
             )
-        return f"{load} -> {save} (peft); {export_adapter(load, save, step=settings.ckpt_step)} tensors"
+        difference = export_adapter(load, save, step=settings.ckpt_step, verify=settings.verify)
     elif settings.to == "native":
         imported = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
         return f"{load} -> {save} (native); {imported}; not verified"
@@ -142,17 +149,25 @@ def convert_checkpoint(settings: ConvertFlags) -> str:
     return f"{load} -> {save} ({settings.to}); {checked}"
 
 
+def _refuse_unused(settings: ConvertFlags) -> None:
+    """``ConfigError`` for a flag without effect in this conversion."""
+    for name, (sources, targets) in CONVERSIONS.items():
+        is_default = getattr(settings, name) is getattr(ConvertFlags, name)
+        if not is_default and not (settings.source in sources and settings.to in targets):
+            remedy = "give --tag" if name == "ckpt_step" and settings.source == "deepspeed" else "remove it"
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --from {settings.source} --to {settings.to}, only with "
+                f"--from {', '.join(sources)} --to {', '.join(targets)}; {remedy}"
+            )
+
+
 def convert_deepspeed(settings: ConvertFlags, load: Path, save: Path, dtype: torch.dtype | None) -> str:
     """Convert a checkpoint of DeepSpeed; returns a description."""
     from megatron_core.hub.deepspeed_conversion import export_deepspeed, import_deepspeed
 
     tag = settings.tag
     config = settings.hf_config
-    if settings.ckpt_step is not None:
-        raise ConfigError("--ckpt-step is the iteration of other formats; with --from deepspeed give --tag")
     if settings.to == "native":
-        if config is not None:
-            raise ConfigError("--hf-config belongs to --to hf; remove it, or convert to hf")
         return import_deepspeed(load, save, tag=tag, dtype=dtype, optimizer=settings.optimizer)
     folder = None if config is None else Path(config)
     return export_deepspeed(load, save, tag=tag, dtype=dtype, hf_config=folder, verify=settings.verify)

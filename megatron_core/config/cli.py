@@ -12,7 +12,7 @@ import tyro
 from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.flags import Translation, command_line, grouped, plain, to_flag
-from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
+from megatron_core.config.rules_single import missing_modes, unread_settings, wrong_types
 from megatron_core.config.run import RunConfig, aliases, field_types, section_types, settings
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError, wrapped
@@ -162,7 +162,7 @@ def _parse(
         defaults, faults = config_and_faults(path, defaults, names)
         translation.faults += faults
     config, dry = _read(translation, prog, defaults)
-    if any(unknown_words(config.flat())):
+    if any(wrong_types(config.flat())):
         return (config, dry), translation.faults  # conditions assume known words
     config = _with_switches(config, translation, names, path)
     # Leave out refinements of modes that are off; the model of a folder may have them, see read_settings.

@@ -3,47 +3,34 @@
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig, RunContext, field_types, section_types, settings
 from megatron_core.config.setting import Condition
+from megatron_core.config.values import describe, fits
 
 
 def illegal_values(values: Mapping[str, Any]) -> Iterator[str]:
     """Settings whose value is illegal whatever the other settings are; ``values``: all settings by name."""
-    yield from unknown_words(values)
     # Every call of ``settings`` lists all features: in the loop it took 70 % of this function's time.
-    declarations = settings()
+    declarations, types = settings(), field_types()
+    misfits = set(wrong_types(values))
     for name, value in values.items():
         legal = declarations[name].legal
-        if legal is not None and value is not None and not legal.contains(value):
+        if name in misfits:
+            yield f"{name}={value!r} does not fit; legal: {describe(types[name], 'None')}"
+        elif legal is not None and value is not None and not legal.contains(value):
             yield f"{name}={value!r} {legal.fault}; it must be {legal.words}"
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not _is_encodable(text):
                 yield f"{name}={text!r} has a character that cannot occur in file names and flags; remove it"
 
 
-def unknown_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Settings whose value is none of the values that their type lists."""
-    for name, choices in _choices().items():
-        value = values[name]
-        if any(word not in choices for word in (value if isinstance(value, tuple) else (value,)) if word is not None):
-            legal = ", ".join(map(str, choices))
-            yield f"{name}={shown(value)} is not legal; use {'some' if isinstance(value, tuple) else 'one'} of {legal}"
-
-
-@cache
-def _choices() -> dict[str, tuple[Any, ...]]:
-    """The values of each setting whose type has a ``Literal``."""
-    return {name: words for name, setting_type in field_types().items() if (words := _literals(setting_type))}
-
-
-def _literals(annotation: Any) -> tuple[Any, ...]:
-    """The values of the ``Literal`` in a type; empty if there is none."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    return tuple(choice for option in get_args(annotation) for choice in _literals(option))
+def wrong_types(values: Mapping[str, Any]) -> Iterator[str]:
+    """Names of settings whose value has not their type, or is none of the words that it lists."""
+    types, defaults = field_types(), _defaults()
+    return (name for name, value in values.items() if value is not defaults[name] and not fits(value, types[name]))
 
 
 def _is_encodable(text: str) -> bool:

@@ -14,6 +14,7 @@ from megatron_core.config.parallel import ParallelConfig, compression_of
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import BadStepConfig, OptimizerConfig, TrainingConfig
 from megatron_core.config.tree import default_parts
+from megatron_core.config.values import perhaps
 from megatron_core.feature import (
     AddedSettings,
     Extensible,
@@ -152,7 +153,8 @@ class RunConfig:
             frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
             sections[section_name] = section_type(**frozen)
         if remaining:
-            raise KeyError(sorted(remaining)[0])
+            name = min(remaining)
+            raise KeyError(f"{name} is not a setting; {perhaps(name, field_types())}")
         return cls.of_sections(sections)
 
 

@@ -14,7 +14,7 @@ from megatron_core.config.rules_data import (
 )
 from megatron_core.config.rules_parallel import parallel_problems, schedule_problems, split_problems
 from megatron_core.config.rules_sharding import recompute_problems, sharding_problems
-from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
+from megatron_core.config.rules_single import illegal_values, needless_settings, wrong_types
 from megatron_core.config.rules_training import (
     batch_problems,
     learning_rate_problems,
@@ -38,8 +38,8 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     run = RunContext.of_sections(config.sections())
     values = run.flat()
     yield from illegal_values(values)
-    if any(unknown_words(values)):
-        return  # the other rules assume known words
+    if any(wrong_types(values)):
+        return  # the other rules assume legal types and known words
     yield from needless_settings(values, run)
     # By topic, so that messages about the same settings stand next to each other.
     yield from model_problems(config)

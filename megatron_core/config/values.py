@@ -4,6 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any, Literal
 
 ALL = "all"
@@ -17,6 +18,24 @@ def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = 
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     suggestion = " or ".join(prefix + (candidate.replace("_", "-") if prefix else candidate) for candidate in close)
     return f"perhaps you meant {suggestion}" if close else otherwise
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether ``value`` has the type ``annotation`` of a setting; numbers of numpy are numbers."""
+    options = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return value in options
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = options[:1] * len(value) if options[-1] is Ellipsis else options
+        return len(kinds) == len(value) and all(map(fits, value, kinds))
+    if options:
+        return any(fits(value, option) for option in options)
+    if isinstance(value, bool):
+        return annotation is bool
+    return isinstance(value, {int: Integral, float: Real}.get(annotation, annotation))
 
 
 def convert(value: Any, annotation: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_core.features.lora.adapters import linears_of
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.hub.hugging_face.peft import peft_names, write_adapter
 from megatron_core.hub.hugging_face.writer import read_whole
+from megatron_core.hub.logits import compare_logits
 from megatron_core.models.build import meta_model
 from megatron_core.parallel.boxes import Box
 from megatron_core.prepared_output import new_folder
@@ -89,8 +91,12 @@ def opened_merged(stored: CheckpointReader, config: RunConfig) -> MergedReader:
     return MergedReader(stored, base, config)
 
 
-def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
-    """Write the adapters of the checkpoint in ``load`` into ``folder`` in PEFT's format; return their number."""
+def export_adapter(load: Path, folder: Path, *, step: int | None = None, verify: bool = True) -> float | None:
+    """Write the adapters of the checkpoint in ``load`` into ``folder`` in PEFT's format.
+
+    With ``verify``, if the frozen weights are those of a Hugging Face folder, nothing is written unless `peft` computes
+    the logits of the merged model. Returns the result of ``compare_logits``, or None.
+    """
     stored = open_newest(str(load), step, device=torch.device("cpu"))
     if stored is None:
         raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
@@ -100,12 +106,23 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
         raise CheckpointError(f"{stored.folder} has no adapters; export its weights with --to hf")
     if config.optional("value_head"):
         raise CheckpointError(f"{stored.folder} has value_head=True, which --to peft does not write; use --to hf")
+    base = config.checkpoint.load_hf
+    if verify and base is not None and not Path(base).is_dir():
+        raise CheckpointError(
+            f"load_hf={base!r} of {stored.folder} does not exist, and verifying needs its frozen weights; restore it, "
+            "or convert with --no-verify"
+        )
     with stored as reader:
         names, shapes = peft_names(config, reader.state["vocab_size"])
         tensors = _whole(reader, shapes)
         with new_folder(f"--save {folder}", folder, load) as incomplete:
-            write_adapter(incomplete, names, tensors, tuning, config.checkpoint.load_hf)
-    return len(tensors)
+            write_adapter(incomplete, names, tensors, tuning, base)
+            if not verify or base is None:
+                return None
+            # Not rounded to the dtype of the frozen weights, which peft adds the products of adapters to.
+            open_merged = partial(opened_merged, CheckpointReader(stored.folder), config)
+            merged = config.with_section(TuningConfig())
+            return compare_logits(open_merged, merged, Path(base), torch.float32, adapter=incomplete)
 
 
 def _whole(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_newest, parameter_pieces
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint, open_newest
 from megatron_core.checkpoint.folder import refuse_foreign
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.reader import note
@@ -23,7 +22,6 @@ from megatron_core.config.optimizers import AVERAGE
 from megatron_core.errors import CheckpointError
 from megatron_core.features.lora.settings import TuningConfig
 from megatron_core.features.multi_token.settings import MultiTokenConfig
-from megatron_core.features.sparse_attention.settings import SparseAttentionConfig
 from megatron_core.hub.adapter_export import AveragedReader, MergedReader, opened_merged
 from megatron_core.hub.hugging_face import (
     MTP_PREFIX,
@@ -33,8 +31,8 @@ from megatron_core.hub.hugging_face import (
     stored_dtype,
     write_hugging_face,
 )
-from megatron_core.hub.hugging_face.classifier import is_value_model, numbers_of
 from megatron_core.hub.hugging_face.writer import read_whole
+from megatron_core.hub.logits import compare_logits
 from megatron_core.hub.megatron_lm import MegatronReader
 from megatron_core.hub.megatron_lm.arguments import MegatronProgress
 from megatron_core.hub.megatron_lm.format import state_at
@@ -43,21 +41,14 @@ from megatron_core.hub.megatron_lm.writer import Format, write_checkpoint
 from megatron_core.hub.settings import TokenIdConfig, read_token_ids
 from megatron_core.hub.whole_tensors import save_tensors
 from megatron_core.locations import in_storage
-from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
-from megatron_core.models.gpt.model import HeadOptions
 from megatron_core.prepared_output import new_folder, refuse_inputs
-from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import files_to_store, stored_name
 from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
 from megatron_core.vocabularies.companions import companion_files, vocabulary_files
 
-Reader = CheckpointReader | HuggingFaceReader | MergedReader
 EMBEDDING = "model.embedding.word_embeddings.weight"
-TOLERANCE = 1e-4
-"""Largest difference of logits, over the largest logit; both are computed in float32."""
-PROMPT_LENGTHS = (1, 7, 32)
 
 
 def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None = None, verify: bool = True) -> float:
@@ -288,105 +279,6 @@ def _note_mtp_layers(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -
             f"({len(left_out):,} tensors, {parameters:,} parameters), because transformers does not read them; keep "
             "the checkpoint to continue their training"
         )
-
-
-def compare_logits(open_reader: Callable[[], Reader], config: RunConfig, folder: Path, dtype: torch.dtype) -> float:
-    """Compare the logits of a reader, with weights rounded to ``dtype``, with `transformers` on a Hugging Face folder.
-
-    Returns (largest difference) / (largest logit) on fixed prompts in float32. The reader is closed before
-    `transformers` loads all weights, because its mapped files would count as memory, too.
-
-    Errors: ``CheckpointError`` if the result is above ``TOLERANCE``, or `transformers` is not installed.
-    """
-    learned = config.model.position_embedding_type == "learned_absolute"
-    with open_reader() as reader:
-        prompts = fixed_prompts(reader.state["vocab_size"], config.max_positions if learned else max(PROMPT_LENGTHS))
-        ours = our_logits(reader, config, prompts, dtype)
-    theirs = their_logits(folder, prompts)
-    scale = max(logits.abs().max().item() for logits in theirs)
-    difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
-    if not difference <= TOLERANCE:
-        selects = config.model.section(SparseAttentionConfig).has_sparse_attention and config.model.section(
-            SparseAttentionConfig
-        ).dsa_indexer_topk < max(PROMPT_LENGTHS)
-        ties = ", or transformers selects other keys of equal index scores (then convert with --no-verify)"
-        raise CheckpointError(
-            f"the logits of both sides differ by {difference:.1e} of the largest one, more than {TOLERANCE:.0e}: "
-            f"{folder} has unsupported settings, or a file is damaged{ties if selects else ''}; nothing was written"
-        )
-    return difference
-
-
-def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
-    """Sequences of token ids ``[1, length]``, equal in every run."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocab_size, (1, min(length, longest)), generator=generator) for length in PROMPT_LENGTHS]
-
-
-@torch.no_grad()
-def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``.
-
-    Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
-    """
-    parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
-    last_layer = config.model.num_layers - 1
-    hidden: list[Tensor] = []
-    for layer in range(last_layer + 1):
-        stage = GPTModel(
-            config.model,
-            reader.state["vocab_size"],
-            config.longest_text,
-            parallel=parallel,
-            layers=[layer],
-            pre_process=layer == 0,
-            post_process=layer == last_layer,
-        ).eval()
-        reader.fill(parameter_pieces(stage.named_global_parameters()))
-        for name, parameter in stage.named_parameters():
-            parameter.copy_(parameter.to(stored_dtype(name, dtype)))
-        inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
-        hidden = []
-        for prompt, x in zip(prompts, inputs, strict=True):
-            if config.model.longest_text_scales_rotary:  # transformers chooses the factors by the length of each text
-                stage.max_sequence_length = prompt.shape[1]
-            if config.optional("value_head"):
-                # A value of each token: there are no logits.
-                values = HeadOptions(logit_loss=lambda numbers, _: numbers.squeeze(-1))
-                hidden.append(stage(prompt, hidden_states=x, labels=prompt, head=values))
-            else:
-                hidden.append(stage(prompt, hidden_states=x))
-    return hidden
-
-
-@torch.no_grad()
-def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
-    """Logits of each prompt computed by `transformers`."""
-    try:
-        import transformers
-    except ImportError:
-        raise CheckpointError(
-            "verifying needs transformers: pip install transformers; or convert with --no-verify"
-        ) from None
-    # Not scaled_dot_product_attention, with which some of its models ignore settings.
-    try:
-        # Some multimodal models have no class for text alone; their class for images computes text, too.
-        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        task = "CausalLM" if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else "ImageTextToText"
-        task = "SequenceClassification" if is_value_model(settings.to_dict()) else task
-        model_class = getattr(transformers, f"AutoModelFor{task}")
-        model = model_class.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).eval()
-        return [numbers_of(model, prompt) for prompt in prompts]
-    except MemoryError:
-        raise
-    except Exception as error:  # it raises various types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(
-            f"transformers {transformers.__version__} cannot compute the logits of {folder}: {reason}; correct its "
-            "config.json, or convert with --no-verify"
-        ) from error
 
 
 def _opened(stored: CheckpointReader, config: RunConfig, *, average: bool) -> CheckpointReader | MergedReader:

@@ -142,7 +142,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"recompute_granularity": "selective", "recompute_modules": ("norm",)},
         1,
-        ("recompute_modules=norm", "some of core_attn, layernorm"),
+        ("recompute_modules=('norm',)", "a list of core_attn, layernorm"),
     ),
     ({"recompute_modules": ("mlp",)}, 1, ("recompute_modules=mlp", "--recompute-granularity selective")),
     ({"end_weight_decay": 0.3}, 1, ("end_weight_decay=0.3", "--weight-decay-incr-style")),
@@ -406,8 +406,8 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"rank_order": "tp-dp-pp-xp"}, 1, ("rank_order=tp-dp-pp-xp", "each axis once")),
     ({"rank_order": "tp-pp"}, 2, ("rank_order=tp-pp", "each axis once")),
     ({"overlap_param_gather": True}, 1, ("overlap_param_gather=True", "--zero-stage 1, 2 or 3")),
-    ({"zero_stage": 4}, 1, ("zero_stage=4", "one of 0, 1, 2, 3")),
-    ({"data_parallel_sharding_strategy": "all"}, 1, ("data_parallel_sharding_strategy=all", "optim_grads_params")),
+    ({"zero_stage": 4}, 1, ("zero_stage=4", "legal: 0, 1, 2, 3 or None")),
+    ({"data_parallel_sharding_strategy": "all"}, 1, ("data_parallel_sharding_strategy='all'", "optim_grads_params")),
     (
         {"data_parallel_sharding_strategy": "optim", "zero_stage": 3},
         1,

@@ -42,6 +42,11 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"lora_rank": 4, "lora_target_modules": ("q_a_proj",)}, 1, ("=q_a_proj names no layer",)),
     ({"lora_rank": 4, "lora_target_modules": ("*.layers.9.*.linear_qkv",)}, 1, ("linear_qkv names no layer",)),
+    (
+        {"lora_rank": 4, "lora_target_modules": ("linear_qkv", "q_a_proj", "model.layers.0.mlp.down_proj")},
+        1,
+        ("lora_target_modules=model.layers.0.mlp.down_proj: no layer", "decoder.layers.0.mlp.linear_fc2"),
+    ),
     (DELTA | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (DELTA | {"compile": True}, 1, ("compile=True", "remove --compile")),
     (DELTA | {"layout_invariant": True}, 1, ("experimental_attention_variant", "layout_invariant=True")),

@@ -6,6 +6,7 @@ import inspect
 import operator
 import re
 
+import numpy as np
 import pytest
 
 from megatron_core.config import RunConfig, conditions
@@ -191,3 +192,36 @@ def test_all_are_told_in_one_line_and_exist() -> None:
         "sgd_momentum=0.5 (without --optimizer sgd); lion_beta1=0.5, lion_beta2=0.5 (without --optimizer lion)"
     )
     assert unread_settings(RunConfig.from_flat(TINY)) == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "legal"),
+    [
+        ({"num_layers": "2"}, "an integer"),
+        ({"num_layers": 2.0}, "an integer"),
+        ({"num_layers": None}, "an integer"),
+        ({"train_iters": True}, "an integer or None"),
+        ({"lr": "1e-4"}, "a number"),
+        ({"bf16": 1}, "true or false"),
+        ({"data_path": "corpus"}, "a list of strings"),
+        ({"window_size": 5}, "a list of 2 integers or None"),
+        ({"window_size": (5, "0")}, "a list of 2 integers or None"),
+        ({"recompute_modules": "core_attn"}, "a list of core_attn, layernorm"),
+        ({"position_embedding_type": ("rope",)}, "learned_absolute, rope"),
+    ],
+)
+def test_values_of_wrong_types_are_named(setting: dict, legal: str) -> None:
+    """A Python program may give them; as flags they cannot occur."""
+    ((name, value),) = setting.items()
+    (fault,) = problems(RunConfig.from_flat(TINY | setting), 1)
+    assert fault.startswith(f"{name}={value!r} does not fit; legal: {legal}")
+
+
+def test_numbers_of_other_types_are_numbers() -> None:
+    settings_of_programs = {"lr": 1, "num_layers": np.int64(2), "weight_decay": np.float32(0.5), "data_path": []}
+    assert not list(problems(RunConfig.from_flat(TINY | settings_of_programs), 1))
+
+
+def test_an_unknown_name_has_a_hint() -> None:
+    with pytest.raises(KeyError, match="number_layers is not a setting; perhaps you meant num_layers"):
+        RunConfig.from_flat({"number_layers": 2})

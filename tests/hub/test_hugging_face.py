@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.hub.conversion import export_hugging_face, import_hugging_face, their_logits
+from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
 from megatron_core.hub.hugging_face import HuggingFaceReader, settings_of_folder
 from megatron_core.hub.hugging_face.architecture import architecture_for, architecture_of, function_settings
 from megatron_core.hub.hugging_face.reader import _vocab_size
 from megatron_core.hub.hugging_face.writer import Group, write_weights
+from megatron_core.hub.logits import their_logits
 from megatron_core.models import GPTModel
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
@@ -477,7 +478,7 @@ def test_another_function_is_refused(name: str, cause: str, tmp_path: Path, monk
     """The logits reveal settings that this project does not support."""
     save_model(name, tmp_path / "theirs")
     monkeypatch.setattr(
-        "megatron_core.hub.conversion.their_logits",
+        "megatron_core.hub.logits.their_logits",
         lambda folder, prompts: [1.001 * logits for logits in their_logits(folder, prompts)],
     )
     with pytest.raises(CheckpointError, match=rf"differ by 1.0e-03 of the largest one.*{cause}.*; nothing was written"):

@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.adapter_export import export_adapter
 from megatron_core.hub.conversion import export_hugging_face
 from megatron_core.hub.hugging_face.peft import OFF, ONLY, OTHER_WEIGHTS, TYPES, WITHOUT_EFFECT, adapter_settings
+from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
-from tests.hub.test_peft import _adapter, _config, _loaded, _logits, _stored
+from tests.hub.hf_models import save_model
+from tests.hub.test_peft import _adapter, _config, _loaded, _logits, _run, _stored
 
 peft = pytest.importorskip("peft", reason="peft is not installed (make install-test)")
 INITIAL = {
@@ -209,6 +212,15 @@ def test_missing_layers_of_a_run_with_more_targets(tmp_path: Path) -> None:
         run_ranks(1, _stored, other)
 
 
+def test_flags_that_change_the_result_of_a_file_are_refused(tmp_path: Path) -> None:
+    _adapter("llama", {"target_modules": ["q_proj"]}, tmp_path)
+    trained = {"lora_rank": 3, "lora_alpha": 7.0, "use_rslora": False, "use_dora": False}
+    for name, value in {"lora_rank": 4, "lora_alpha": 5.0, "use_rslora": True, "use_dora": True}.items():
+        message = f"were trained with {name}={trained[name]}, but this run has {name}={value}; remove"
+        with pytest.raises(RankFailure, match=message):
+            run_ranks(1, _stored, _config(tmp_path, **{name: value}))
+
+
 def test_pickled_weights_of_early_releases_are_read(tmp_path: Path) -> None:
     _adapter("llama", {"target_modules": ["q_proj"]}, tmp_path)
     path = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -231,3 +243,44 @@ def test_our_own_file_is_read(tmp_path: Path) -> None:
     run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "run")))
     export_adapter(tmp_path / "run", tmp_path / "exported")
     assert adapter_settings(tmp_path / "exported") == adapter_settings(tmp_path / "adapter")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("block", ["experts", "shared_experts"])
+def test_our_own_file_for_experts_is_read(block: str, tmp_path: Path) -> None:
+    save_model("deepseek_v3", tmp_path / "base", torch.float64)
+    config = _config(tmp_path, lora_rank=2, lora_target_modules=(f"{block}.linear_fc2",), save=str(tmp_path / "run"))
+    run_ranks(1, _stored, config)
+    export_adapter(tmp_path / "run", tmp_path / "adapter", verify=False)
+    targets = adapter_settings(tmp_path / "adapter")["lora_target_modules"]
+    assert targets == tuple(f"*.layers.{n}.*.{block}.down_proj" for n in (1, 2, 3))
+    run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "again")))
+    export_adapter(tmp_path / "again", tmp_path / "exported", verify=False)
+    stored = [tmp_path / name / "adapter_model.safetensors" for name in ("adapter", "exported")]
+    assert stored[0].read_bytes() == stored[1].read_bytes()
+
+
+def test_an_export_is_compared_with_peft(tmp_path: Path) -> None:
+    """With transformers 5, peft 0.21 does not load adapters of dense layers and shared experts next to experts."""
+    dense, experts = tmp_path / "dense", tmp_path / "experts"
+    _adapter("llama", {"target_modules": ["q_proj", "down_proj"]}, dense)
+    run_ranks(1, _stored, _config(dense, save=str(dense / "run")))
+    difference = export_adapter(dense / "run", dense / "exported")
+    assert difference is not None and difference < 1e-5
+    save_model("deepseek_v3", experts / "base", torch.float64)
+    settings = {"lora_rank": 2, "lora_target_modules": ("down_proj",), "save": str(experts / "run")}
+    run_ranks(1, _trained_once, _config(experts, **settings))
+    with pytest.raises(CheckpointError, match=r"logits of peft .* with these adapters differ by .* --to hf, .*--no-v"):
+        export_adapter(experts / "run", experts / "exported")
+    assert not (experts / "exported").exists()
+    assert export_adapter(experts / "run", experts / "exported", verify=False) is None
+    (dense / "base").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"load_hf=.* does not exist, and verifying needs .*--no-verify"):
+        export_adapter(dense / "run", dense / "again")
+
+
+def _trained_once(config: RunConfig) -> None:
+    run = _run(config)
+    train_step(run)
+    run.saver.save(run.state)
+    run.saver.close()

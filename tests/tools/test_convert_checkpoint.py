@@ -38,6 +38,22 @@ def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
         convert_checkpoint(ConvertFlags(source="hf", **settings))
 
 
+def test_flags_without_effect_are_refused(tmp_path: Path) -> None:
+    for source, to, flag in (
+        ("hf", "native", {"ckpt_step": 5}),
+        ("hf", "native", {"optimizer": False}),
+        ("megatron", "native", {"model_type": "llama"}),
+        ("native", "peft", {"dtype": "bfloat16"}),
+        ("native", "megatron", {"dtype": "bfloat16"}),
+        ("megatron", "hf", {"average": True}),
+        ("deepspeed", "native", {"hf_config": "config.json"}),
+    ):
+        name = "--" + next(iter(flag)).replace("_", "-")
+        settings = {"source": source, "to": to, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")}
+        with pytest.raises(ConfigError, match=f"{name} has no effect with --from {source} --to {to}, only with"):
+            convert_checkpoint(ConvertFlags(**settings, **flag))
+
+
 def test_there_and_back_through_object_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     save_model("llama", tmp_path / "hf")

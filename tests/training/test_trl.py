@@ -140,7 +140,11 @@ DEFECTS = {
     ),
     "an answer ends at its end-of-turn token": (
         ("dpo", "dp2 zero3"),
-        ("features.conversations.dataset:ConversationTokenizer.encode", "if self.to_end:", "if False:"),
+        (
+            "features.conversations.encoder:ConversationTokenizer.encoding",
+            "answers = [(rendered.beginnings[0][1], len(text))]",
+            "answers = rendered.marks[-1:]",
+        ),
     ),
     "positions do not restart in a pack": (
         ("packed", "tp2 sp"),

@@ -27,8 +27,6 @@ class ConversationData(DataPart):
     """The setting that chooses this kind of data."""
     file_type: type[ConversationFile] = ConversationFile
     dataset_type: type[ConversationDataset] = ConversationDataset
-    learns_to_end = False
-    """See ``ConversationTokenizer``."""
 
     def build(self, request: DataRequest) -> Splits:
         """See ``DataPart.build``."""
@@ -76,7 +74,7 @@ class ConversationData(DataPart):
                 "--tokenizer-model. For a base model give --chat-template alpaca, or a file with a template"
             )
         last_only = settings.sft_loss == "last_answer"
-        return ConversationTokenizer(tokenizer, template, last_only=last_only, to_end=self.learns_to_end)
+        return ConversationTokenizer(tokenizer, template, last_only=last_only)
 
     def _files(self, paths: Sequence[str]) -> list[ConversationFile]:
         if not paths:

@@ -206,7 +206,10 @@ class ConversationDataset:
         content = self.read(line)
         try:
             variables = template_variables(content.content, content.unused, self._encoder.template.variables)
-            return [self._encoder.encoding(talk, content.tools, variables) for talk in content.conversations]
+            return [
+                self._encoder.encoding(talk, content.tools, variables, content.prompt_length)
+                for talk in content.conversations
+            ]
         except DataError as error:
             raise DataError(f"{self.place(line)}: {error}") from None
 

@@ -47,9 +47,6 @@ class ConversationTokenizer:
     template: ChatTemplate
     last_only: bool = False
     """Whether only the last answer of a conversation counts."""
-    to_end: bool = False
-    """Whether the only answer is all text after the prompt of the last message, with what follows its end-of-turn
-    token, as in trl's DPO."""
 
     def encode(
         self, messages: Sequence[Message], tools: Any = None, variables: Mapping[str, Any] | None = None
@@ -69,15 +66,23 @@ class ConversationTokenizer:
         return encoding.ids, encoding.counted
 
     def encoding(
-        self, messages: Sequence[Message], tools: Any = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        variables: Mapping[str, Any] | None = None,
+        prompt_length: int | None = None,
     ) -> Encoding:
-        """As ``encode``, with the text and what is known of it."""
+        """As ``encode``, with the text and what is known of it.
+
+        ``prompt_length``: the number of messages before a single answer, which is all later text, also after its
+        end-of-turn token, as in trl's DPO.
+        """
         all_answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [number for number, message in enumerate(messages) if is_learned(message)]
         counting = [number for number in learned if number in (all_answers[-1:] if self.last_only else all_answers)]
         messages = [without_flags(message) for message in messages]
-        if self.to_end:
-            beginnings = [(len(messages) - 1, True)]
+        if prompt_length is not None:
+            beginnings = [(prompt_length, True)]
         elif self.template.marks_answers:
             beginnings = []
         else:
@@ -85,7 +90,7 @@ class ConversationTokenizer:
         rendered = self._render(messages, tools, variables, beginnings)
         text = rendered.text
         ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
-        if self.to_end:
+        if prompt_length is not None:
             answers = [(rendered.beginnings[0][1], len(text))]
         elif self.template.marks_answers:
             answers = self._of_marks(rendered.marks, all_answers, counting)
@@ -97,7 +102,7 @@ class ConversationTokenizer:
                 "with --chat-template"
             )
         encoding = Encoding(text, ids, offsets, [False] * len(ids), [messages[number] for number in counting])
-        self._count(encoding, answers)
+        self._count(encoding, answers, to_end=prompt_length is not None)
         return encoding
 
     def _render(
@@ -160,21 +165,21 @@ class ConversationTokenizer:
                 )
             yield prompt_length, full_length
 
-    def _count(self, encoding: Encoding, answers: Sequence[Span]) -> None:
-        """Mark the tokens of answers and of their ends."""
+    def _count(self, encoding: Encoding, answers: Sequence[Span], *, to_end: bool) -> None:
+        """Mark the tokens of answers and, unless they last to the end of the text, of their ends."""
         text = encoding.text
         ids = encoding.ids
         offsets = encoding.offsets
         counted = encoding.counted
-        if not self.to_end:
+        if not to_end:
             answers = [span for span in answers if span[0] < span[1]]
             self._add_end(encoding, answers)
         for begin, end in answers:
-            if not (self.template.marks_answers or self.to_end):
+            if not (self.template.marks_answers or to_end):
                 end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
             for number, (first, stop) in enumerate(offsets):
                 counted[number] |= first < end and max(stop, first + 1) > begin
-            if not self.to_end:
+            if not to_end:
                 last_of_end = self._end_after(encoding, end)
                 encoding.has_end.append(last_of_end is not None)
                 for number in range(bisect_left(offsets, end, key=_first), (last_of_end or -1) + 1):

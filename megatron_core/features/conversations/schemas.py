@@ -43,6 +43,8 @@ class Line(NamedTuple):
     content: Mapping[str, Any]
     unused: frozenset[str]
     """Keys with a value that neither messages nor tools come from."""
+    prompt_length: int | None = None
+    """Of preferences: the number of messages before the first in which the two conversations differ."""
 
 
 def schema_of(columns: Collection[str]) -> str:

@@ -1,8 +1,9 @@
 """Rules for low-rank adapters."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megatron_core.config.linear_layers import linear_layers
+from megatron_core.config.linear_layers import LinearLayer, linear_layers
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.rule_helpers import exclusive, shown
 from megatron_core.config.rules_attention import model_problems
@@ -40,7 +41,7 @@ def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         if value := config.optional(name):
             yield f"{name}={value} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
     yield from _target_problems(config, world_size)
-    adapts_experts = _adapts(config, experts=True)
+    adapts_experts = _adapts_experts(config)
     if tuning.use_dora and adapts_experts:
         yield (
             "use_dora=True cannot be used with adapters of experts; name only other layers in --lora-target-modules, "
@@ -65,12 +66,9 @@ def _target_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     unknown = [target for target in tuning.lora_target_modules if target.rpartition(".")[2] not in NAMES]
     if unknown:
         yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
-    # As in PEFT, some names may stand for no layer: lists are used for many models. If there are faults in the settings
-    # of layers, the layers are not known.
-    elif not any(_faults_of_layers(config, world_size)) and not _adapts(config):
-        yield (
-            f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
-        )
+    # If there are faults in the settings of layers, the layers are not known.
+    elif not any(_faults_of_layers(config, world_size)):
+        yield from _unused_targets(config)
     for module in dict.fromkeys(module for module, _ in PARTS):
         named = {
             weight_part
@@ -110,12 +108,39 @@ def _faults_of_layers(config: RunConfig, world_size: int) -> Iterator[str]:
             yield from feature.problems(config, world_size)
 
 
-def _adapts(config: RunConfig, *, experts: bool = False) -> bool:
-    """Whether a name stands for one of the linear layers of the model; ``experts``: for one in an expert."""
+def _unused_targets(config: RunConfig) -> Iterator[str]:
+    """Targets that stand for no layer. As in PEFT, some names may do so: lists of names are used for many models."""
+    tuning = config.section(TuningConfig)
+    targets = tuning.lora_target_modules
+    layers: dict[str, list[tuple[str, int]]] = {}
+    for path, layer in _linear_layers(config):
+        layers.setdefault(path.rpartition(".")[2], []).append((path, len(layer.pieces)))
+
+    def has_layer(target: str) -> bool:
+        alone = replace(tuning, lora_target_modules=(target,))
+        modules = dict(NAMES[target.rpartition(".")[2]])
+        return any(alone.parts_of(path, fused=count) for name in modules for path, count in layers.get(name, ()))
+
+    unused = tuple(target for target in targets if not has_layer(target))
+    if len(unused) == len(targets):
+        yield f"lora_target_modules={shown(targets)} names no layer of this model; name other layers"
+    elif paths := tuple(target for target in unused if "." in target):
+        yield (
+            f"lora_target_modules={shown(paths)}: no layer of this model has such a path; it must be the end of "
+            "decoder.layers.0.mlp.linear_fc2 or a similar name, with * for other parts, as *.layers.0.*.q_proj"
+        )
+
+
+def _linear_layers(config: RunConfig) -> Iterator[tuple[str, LinearLayer]]:
+    """The linear layers of the model with their paths."""
+    for number in range(config.model.num_layers):
+        for layer in linear_layers(config.model, ParallelConfig(), number):
+            yield f"decoder.layers.{number}.{layer.path}", layer
+
+
+def _adapts_experts(config: RunConfig) -> bool:
+    """Whether a name stands for a linear layer in an expert."""
     tuning = config.section(TuningConfig)
     return any(
-        tuning.parts_of(f"decoder.layers.{number}.{layer.path}", fused=len(layer.pieces))
-        for number in range(config.model.num_layers)
-        for layer in linear_layers(config.model, ParallelConfig(), number)
-        if layer.experts or not experts
+        tuning.parts_of(path, fused=len(layer.pieces)) for path, layer in _linear_layers(config) if layer.experts
     )

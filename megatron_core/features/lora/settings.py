@@ -94,5 +94,6 @@ def _parts(target: str, path: str) -> Iterator[str]:
     prefix, _, name = target.rpartition(".")
     module = path.rpartition(".")[2]
     for layer, weight_part in NAMES.get(name, ()):
-        if layer == module and (not prefix or fnmatchcase(path, f"*{prefix}.{module}")):
+        # A path begins at a module's name: experts.linear_fc1 does not stand for shared_experts.linear_fc1.
+        if layer == module and (not prefix or fnmatchcase(f".{path}", f"*.{prefix}.{module}")):
             yield weight_part

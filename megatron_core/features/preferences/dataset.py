@@ -14,6 +14,7 @@ from megatron_core.features.conversations.encoder import Message
 from megatron_core.features.conversations.message_keys import check_line, is_learned
 from megatron_core.features.conversations.schemas import (
     QUESTIONS,
+    Line,
     asked,
     history,
     question_keys,
@@ -29,15 +30,31 @@ class PreferenceFile(ConversationFile):
     """JSON Lines with ``chosen`` and ``rejected``, and optionally ``prompt`` (trl's formats): lists of messages, or
     texts, of which the prompt is the user's."""
 
+    def __getitem__(self, line: int) -> Line:
+        """A line; DataError if it has no messages, or if its conversations do not answer the same prompt.
+
+        As in trl, both answers begin with the first message in which the conversations differ.
+        """
+        content = super().__getitem__(line)
+        chosen, rejected = content.conversations
+        shared = [first == second for first, second in zip(chosen, rejected, strict=False)]
+        # The last message of the shorter conversation is an answer, also if the other one begins with it.
+        prompt_length = [*shared[:-1], False].index(False)
+        for side, messages in zip(SIDES, content.conversations, strict=True):
+            if (role := messages[prompt_length]["role"]) != "assistant":
+                raise DataError(
+                    f"chosen and rejected differ from message {prompt_length + 1} on, which in {side} has the role "
+                    f"{role!r}; both must begin with the same messages, and continue with the assistant's"
+                )
+            if not all(is_learned(message) for message in messages[prompt_length:] if message["role"] == "assistant"):
+                raise DataError(f"a message of {side} is excluded from the loss; remove its flag, or the line")
+        return content._replace(prompt_length=prompt_length)
+
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
         """The two conversations of a line, which end in the chosen and in the rejected answer."""
         check_line(content)
         prompt = self._prompt(content)
-        sides = [self._side(content, prompt, side) for side in SIDES]
-        for side, messages in zip(SIDES, sides, strict=True):
-            if not is_learned(messages[-1]):
-                raise DataError(f"the last message of {side} is excluded from the loss; remove its flag, or the line")
-        return sides
+        return [self._side(content, prompt, side) for side in SIDES]
 
     def used_keys(self, content: Mapping[str, Any]) -> set[str]:
         """The keys that ``parsed`` reads."""
@@ -99,4 +116,3 @@ class PreferenceData(ConversationData):
     setting = "dpo"
     file_type = PreferenceFile
     dataset_type = PreferenceDataset
-    learns_to_end = True

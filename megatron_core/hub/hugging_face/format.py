@@ -9,9 +9,13 @@ from torch import Tensor
 
 from megatron_core.checkpoint.formats import CheckpointFormat
 from megatron_core.config import DataConfig, RunConfig
+from megatron_core.errors import CheckpointError
 from megatron_core.hub.hugging_face.peft import CONFIG as ADAPTER
 from megatron_core.hub.hugging_face.peft import adapter_settings, peft_names, read_adapter
 from megatron_core.hub.hugging_face.reader import CONFIG, HuggingFaceReader, config_of_folder, notes_of_folder
+
+OF_RESULT = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
+"""Settings of adapters that change what stored ones compute."""
 
 
 class HuggingFaceFormat(CheckpointFormat):
@@ -71,6 +75,15 @@ class PeftFormat(CheckpointFormat):
         return adapter_settings(folder)
 
     def read_added(self, folder: Path, config: RunConfig, vocab_size: int) -> dict[str, Tensor]:
-        """All adapters of the model of ``config``."""
+        """All adapters of the model of ``config``; ``CheckpointError`` if they would compute something else in it."""
+        stored = adapter_settings(folder)
+        other = [name for name in OF_RESULT if config.value(name) != stored[name]]
+        if other:
+            trained = ", ".join(f"{name}={stored[name]}" for name in other)
+            changed = ", ".join(f"{name}={config.value(name)}" for name in other)
+            raise CheckpointError(
+                f"the adapters in lora_load={str(folder)!r} were trained with {trained}, but this run has {changed}; "
+                "remove these flags, because the adapters bring their settings"
+            )
         names, shapes = peft_names(config, vocab_size)
         return read_adapter(folder, names, shapes)

@@ -134,9 +134,15 @@ def _targets(content: Mapping[str, Any], modules: Collection[str]) -> tuple[str,
     has_names = isinstance(entries, list) and not any("." in entry for entry in entries)
     if has_names and not content.get("exclude_modules") and content.get("layers_to_transform") is None:
         return tuple(sorted({target_of(module) for module in modules}))
-    numbers = {module: re.search(r"\.(\d+)\.", module) for module in modules}
-    prefixes = {module: f"*.layers.{number[1]}.*." if number else "" for module, number in numbers.items()}
-    return tuple(sorted({f"{prefixes[module]}{target_of(module)}" for module in modules}))
+    return tuple(sorted({f"{_modules_before(module)}{target_of(module)}" for module in modules}))
+
+
+def _modules_before(module: str) -> str:
+    """The beginning of the path in --lora-target-modules of a module of a stored model."""
+    number = re.search(r"\.(\d+)\.", module)
+    experts = re.search(r"\.(?:(shared)_experts?|experts\.\d+)\.", module)
+    prefix = "" if number is None else f"*.layers.{number[1]}.*."
+    return prefix if experts is None else f"{prefix}{'shared_' if experts[1] else ''}experts."
 
 
 def _check_supported(path: Path, content: Mapping[str, Any]) -> None:

@@ -80,6 +80,22 @@ def test_sections_of_files(text: str, tmp_path: Path) -> None:
     assert 8 in (config.section(TuningConfig).lora_rank, config.section(OuterConfig).outer_steps)
 
 
+def test_a_path_begins_at_the_name_of_a_module() -> None:
+    def has_adapter(target: str, path: str) -> bool:
+        return bool(TuningConfig(lora_rank=1, lora_target_modules=(target,)).parts_of(path, fused=1))
+
+    for target, path, other in (
+        (
+            "experts.linear_fc2",
+            "decoder.layers.1.mlp.experts.linear_fc2",
+            "decoder.layers.1.mlp.shared_experts.linear_fc2",
+        ),
+        ("1.mlp.linear_fc2", "decoder.layers.1.mlp.linear_fc2", "decoder.layers.11.mlp.linear_fc2"),
+        ("*.layers.1.*.linear_fc2", "decoder.layers.1.mlp.linear_fc2", "decoder.layers.11.mlp.linear_fc2"),
+    ):
+        assert has_adapter(target, path) and not has_adapter(target, other)
+
+
 def test_dropout_is_that_of_the_definition() -> None:
     """W x + alpha / r B A d(x), where the mask d is the plain one of sample, position and input feature."""
     values = LLAMA | {"lora_rank": 2, "lora_alpha": 3.0, "lora_target_modules": ("linear_proj",), "lora_dropout": 0.4}
