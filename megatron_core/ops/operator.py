@@ -65,7 +65,7 @@ class Operator:
             "generate_vmap_rule": True,
         }
         function: Any = type(self._name, (torch.autograd.Function,), methods | plain)
-        self._apply = super(torch.autograd.Function, function).apply  # see ``quick_apply``; no transform is active
+        self._apply = quick_apply(function)
         self._function: Any = type(self._name, (torch.autograd.Function,), methods | general)
 
     def register_no_autograd(self, instead: str = "for second derivatives take kernel_backend='reference'") -> None:
