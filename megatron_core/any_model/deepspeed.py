@@ -1,7 +1,5 @@
 """Loading a checkpoint of DeepSpeed into an engine, at any ZeRO stage and number of ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import asdict

@@ -5,8 +5,6 @@ megatron-compare-hashes run_on_one_machine run_on_another/metrics.hashes.jsonl
 Train both with --record-hashes, and with --record-hashes-by-tensor to name the tensor.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ megatron-corpus-report --input web_text_document books_text_document --longer-th
 megatron-corpus-report --input shards --output /shared/corpus.json --engine ray
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ library, the conversations are questions about its functions, answered by their 
 The chat page needs pip install starlette uvicorn h11 pydantic, or the extra "server" of this package.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ megatron-merge-datasets --input wiki_text_document books_text_document --output-
 megatron-merge-datasets --input shards --output-prefix corpus_text_document --keep-parts
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Compare layouts with one process: ``megatron-verify --layouts "tp2 sp" "pp2 v2"``."""
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The loss of a step for an objective of tokens, on this rank's micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ creates its models::
     create_training_models(args, pgs, rollout_manager, actor_cls=slime_trainer())
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ verl's controller, samplers, rewards and losses stay as they are. Give the worke
 ``strategy=megatron_native``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -3,8 +3,6 @@
 Only requests of ``forward_backward`` and the answers with tensors travel as protobuf; everything else is JSON.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

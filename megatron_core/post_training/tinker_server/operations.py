@@ -1,7 +1,5 @@
 """The operations of Tinker's API on all ranks; rank 0 keeps their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests of the threads of a server in order, executed on all ranks; their results until they are retrieved."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
