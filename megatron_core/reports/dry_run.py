@@ -128,11 +128,6 @@ class RankEstimate:
         }
 
     @property
-    def own_layers(self) -> list[int]:
-        """Global numbers of the layers on this rank."""
-        return [layer for stage in self.stages for layer in self.layers[stage]]
-
-    @property
     def micros_held(self) -> float:
         """Peak number of micro-batches whose activations of all its layers this rank holds at once."""
         return peak_activations(self.plan)[self.groups.index("pp")]
@@ -256,7 +251,7 @@ def _memory(estimate: RankEstimate) -> str:
 def _attention(estimate: RankEstimate) -> str:
     """FLOPs and traffic of attention under context parallelism."""
     config = estimate.config
-    layers = estimate.own_layers
+    layers = [layer for stage in estimate.stages for layer in estimate.layers[stage]]
     work = [attention_flops(config, layers, rank) for rank in range(config.parallel.context_parallel_size)]
     work_of_rank = work[estimate.groups.index("cp")]
     most = max(work) * len(work) / max(sum(work), 1.0)

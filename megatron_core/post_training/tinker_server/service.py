@@ -181,7 +181,10 @@ class OperationService(RankService):
         operations = self._operations
         while True:
             entries = self._take() if self._texts.is_source else []
-            text = self._texts.exchange(self._text_of(entries))
+            # The operations for the other ranks, by number; an empty object to stop.
+            has_text = bool(entries) or self._stopped
+            text = json.dumps({entry.number: entry.operation for entry in entries}) if has_text else ""
+            text = self._texts.exchange(text)
             if text:
                 requests = json.loads(text)
                 if not requests:
@@ -191,12 +194,6 @@ class OperationService(RankService):
                 for number, result in operations.sampler.advance_requests().items():
                     if number in self._sampled:
                         self._complete(self._sampled.pop(number), result)
-
-    def _text_of(self, entries: list[_Entry]) -> str:
-        """The operations for the other ranks, by number; "" if there are none, and an empty object to stop."""
-        if not entries and not self._stopped:
-            return ""
-        return json.dumps({entry.number: entry.operation for entry in entries})
 
     def _take(self) -> list[_Entry]:
         """Wait for operations: requests for samples that can join those under way, or another operation."""
