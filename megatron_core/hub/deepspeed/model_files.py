@@ -54,11 +54,6 @@ class ModelFile:
         return entry
 
     @property
-    def is_partitioned(self) -> bool:
-        """Whether ZeRO has the weights in other files."""
-        return self.param_shapes is not None
-
-    @property
     def counters(self) -> dict[str, int]:
         """Numbers of steps and samples; 0 for those that older releases do not store."""
         counts = {}
