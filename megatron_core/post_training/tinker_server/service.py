@@ -55,10 +55,6 @@ class _Sequence:
     numbers: dict[int, str] = field(default_factory=dict)
     """The requests by their numbers: a client that has lost an answer sends its request again."""
 
-    def drop(self, entry: _Entry) -> None:
-        """Forget a request that arrived before its turn."""
-        self.early = {number: other for number, other in self.early.items() if other is not entry}
-
 
 class OperationService(RankService):
     """Executes requests one after another, and samples with the same weights at the same time.
@@ -158,7 +154,7 @@ class OperationService(RankService):
                 if entry in places.early.values() and time.monotonic() - entry.since > HELD_SECONDS:
                     missing = places.next_number
                     entry.future.set_exception(DataError(f"the request with seq_id {missing} has not arrived"))
-                    places.drop(entry)
+                    places.early = {number: other for number, other in places.early.items() if other is not entry}
             return entry.future
 
     def cancel(self, number: str) -> None:
