@@ -230,12 +230,12 @@ def _memory(estimate: RankEstimate) -> str:
     padding = padded_vocabulary(estimate.config, estimate.vocab_size) - estimate.vocab_size
     padded = f"; the vocabulary is padded by {padding} tokens, which are not in the total" if padding else ""
     # Peak number of micro-batches whose activations of all its layers this rank holds at once.
-    held = peak_activations(estimate.plan)[estimate.groups.index("pp")]
+    peak = peak_activations(estimate.plan)[estimate.groups.index("pp")]
     notes = {
         "weights": f"{estimate.parameters:,} parameters of {estimate.model_parameters:,}{active}{padded}",
         "optimizer": f"and {readable_bytes(elsewhere)} in the host's memory or on disk" if elsewhere else "",
         "keys": "of other ranks, and their gradients, in the layer with the most",
-        "activations": f"by formula, {held:.3g} of {estimate.num_microbatches} micro-batches held",
+        "activations": f"by formula, {peak:.3g} of {estimate.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]
     for category, size in (*sizes.items(), ("total", sum(sizes.values()))):
