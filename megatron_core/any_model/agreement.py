@@ -6,8 +6,6 @@ transports abort and others wait. An announcement is an all-reduce of two intege
 neither depends on the transport of the collective nor on its size, and it meets only other announcements.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -67,8 +67,8 @@ class ContextParallel:
         """ConfigError for layers that mix tokens outside of attention; others are found by the first forward."""
         mixers = (nn.Conv1d, nn.ConvTranspose1d, nn.RNNBase, nn.MultiheadAttention)
         mixing = [f"{path} ({type(m).__name__})" for path, m in self.model.named_modules() if isinstance(m, mixers)]
-        kinds = {kind for config in self.configs for kind in getattr(config, "layer_types", None) or ()}
-        mixing += [f"layer_types {kind!r}" for kind in sorted(kinds - set(LAYER_KINDS))]
+        kinds = {layer for config in self.configs for layer in getattr(config, "layer_types", None) or ()}
+        mixing += [f"layer_types {layer!r}" for layer in sorted(kinds - set(LAYER_KINDS))]
         if mixing:
             raise ConfigError(
                 f"context_parallel_size={self.size}: {type(self.model).__name__} mixes tokens outside of "

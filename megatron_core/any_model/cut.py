@@ -9,6 +9,7 @@ another stage are replaced by NaN without memory, so that a value that should no
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,7 +225,7 @@ class ModelCut:
             outside = [
                 module for module, users in self._users.items() if stage in users and not self._is_around(module)
             ]
-            stages[stage] = ModelStage(self._run_of(stage), [*outside, *layers], named)
+            stages[stage] = ModelStage(partial(self.run, stage), [*outside, *layers], named)
             borrowed = stages[stage].borrowed({p for _, p in named})
             units[stage] = [[unit] for unit in layers] + [[unit] for unit in borrowed if unit not in layers]
         return stages, units
@@ -235,10 +236,6 @@ class ModelCut:
 
     def _is_around(self, module: nn.Module) -> bool:
         return any(inner is self.container for inner in module.modules())
-
-    def _run_of(self, stage: int) -> Callable[[Any, Any], Any]:
-        """Return the function of a stage; the model stays out of the stage's own modules."""
-        return lambda batch, received: self.run(stage, batch, received)
 
     def run(self, stage: int, batch: Any, received: Any) -> Any:
         """Run the model's forward as ``stage``: return its last layer's output, or the model's on the last stage.

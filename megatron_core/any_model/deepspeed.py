@@ -1,7 +1,5 @@
 """Loading a checkpoint of DeepSpeed into an engine, at any ZeRO stage and number of ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -95,7 +93,9 @@ def load_deepspeed(
     try:
         _check_names(stored, module, {box.name for box in buffers})
         _fill(stored, module, data, optimizer, buffers, load_optimizer=load_optimizer)
-        state = _counters(stored)
+        # The counters, the caller's state, and that of the learning-rate scheduler.
+        stored_by_caller = {"client_state": dict(stored.client_state), "scheduler": dict(stored.lr_scheduler)}
+        state = asdict(train_state(stored)) | stored_by_caller
     except CheckpointError as error:
         fault = str(error)
     raise_on_all_ranks(fault, data.device)
@@ -157,12 +157,3 @@ def _check_names(stored: DeepSpeedCheckpoint, module: nn.Module, buffers: set[st
     text = "; ".join(f"{len(names)} {fault} ({listed(names)})" for fault, names in faults.items() if names)
     if text:
         raise CheckpointError(f"{stored.folder} does not have the parameters of this model: {text}")
-
-
-def _counters(stored: DeepSpeedCheckpoint) -> dict[str, Any]:
-    """The values of ``EngineState``: counters, the caller's state, and that of the learning-rate scheduler."""
-    return {
-        **asdict(train_state(stored)),
-        "client_state": dict(stored.client_state),
-        "scheduler": dict(stored.lr_scheduler),
-    }

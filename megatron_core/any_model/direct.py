@@ -1,7 +1,5 @@
 """Calls of a program that bypass its engine: ``loss.backward()``, detected by hooks, and ``module.zero_grad()``."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The dtype in which a model is trained: that of the settings, else that of its parameters."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import replace

@@ -330,12 +330,8 @@ class _Use(nn.Module):
 
 
 def _run_stage(model: PipelineModule, stage: int, batch: Any, received: Any) -> Any:
-    return model.run(stage, inputs_of(batch) if stage == 0 else received)
-
-
-def inputs_of(batch: Any) -> Any:
-    """Return the inputs of a batch (inputs, labels); a batch without labels is the inputs."""
-    return batch[0] if isinstance(batch, tuple | list) else batch
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a batch without labels is the inputs
+    return model.run(stage, inputs if stage == 0 else received)
 
 
 def _name_of(spec: Any) -> str:

@@ -29,27 +29,10 @@ from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.fp8.settings import FP8Config, Recipe
 from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
+from megatron_core.text_file import read_table
 
-READ = frozenset(
-    {
-        *(setting.name for setting in fields(OptimizerConfig)),
-        *("zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy", "zero3_keep_after_forward"),
-        *("zero3_param_persistence_threshold", "zero3_param_offload_dir", "num_distributed_optimizer_instances"),
-        *("grad_reduce_in_bf16", "ddp_reduce_scatter_with_fp32_accumulation", "grad_compression"),
-        *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "distributed_backend"),
-        *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
-        *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),
-        *("check_for_nan_in_loss_and_grad", "num_workers"),
-        *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
-        *("zero3_param_cpu_offload", "recompute_granularity", "recompute_num_layers", "cpu_offloading"),
-        *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
-        *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size", "expert_model_parallel_size"),
-        *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
-        *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"),
-        *("overlap_p2p_communication", "compile", "compile_backend"),
-        *("metrics_file", "record_times"),
-    }
-) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
+_TABLE = read_table(__file__)
+READ = {*(setting.name for setting in fields(OptimizerConfig)), *_TABLE["read"]}.difference(_TABLE["not_read"])
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""
 LOCAL = ("_dir", "_file", "_uri")
 """Ends of the names of settings that may differ between ranks."""

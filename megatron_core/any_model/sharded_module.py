@@ -1,7 +1,5 @@
 """``megatron_core.fully_shard``: the interface of torch's FSDP2 over this project's units."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

@@ -143,7 +143,7 @@ class _ParallelLayers:
             if is_inside(name, prefix):
                 module = root.get_submodule(name_inside(name, prefix))
                 module.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
-                module.register_forward_hook(self._sum_output)
+                module.register_forward_hook(lambda _, args, output: reduce_from_region(output, self.group))
 
     def _parallel(self, style: str, module: nn.Module) -> nn.Module:
         if isinstance(module, nn.Embedding):
@@ -158,9 +158,6 @@ class _ParallelLayers:
             return copy_to_region(value, self.group) if is_float else value
 
         return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
-
-    def _sum_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return reduce_from_region(output, self.group)
 
 
 class _Splitting:

@@ -7,8 +7,6 @@ megatron-collect-corpus --folder ~/notes --output corpus.jsonl
 Default: the source code of Python's standard library, about 9 MB.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

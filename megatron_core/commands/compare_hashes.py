@@ -5,8 +5,6 @@ megatron-compare-hashes run_on_one_machine run_on_another/metrics.hashes.jsonl
 Train both with --record-hashes, and with --record-hashes-by-tensor to name the tensor.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
@@ -52,7 +50,9 @@ def compare_runs(settings: CompareFlags) -> bool:
     sound = [copies_are_equal(name, records) for name, records in ((settings.one, one), (settings.other, other))]
     difference = first_hash_difference(one, other)
     if difference is None:
-        print(f"equal: all hashes of {len(common)} iterations, {common[0]} to {common[-1]} ({in_words(one, common)})")
+        final = next(record for record in reversed(one) if record.iteration == common[-1])
+        quantities = ", ".join(name for name in ORDER if getattr(final, name) is not None)
+        print(f"equal: all hashes of {len(common)} iterations, {common[0]} to {common[-1]} ({quantities})")
         return all(sound)
     equal = [iteration for iteration in common if iteration < difference.iteration]
     print(difference)
@@ -70,12 +70,6 @@ def copies_are_equal(name: str, records: list[HashRecord]) -> bool:
             print(f"{name}, iteration {record.iteration}: copies on several ranks differ: {names}")
             return False
     return True
-
-
-def in_words(records: list[HashRecord], common: list[int]) -> str:
-    """The quantities in the last common record."""
-    final = next(record for record in reversed(records) if record.iteration == common[-1])
-    return ", ".join(name for name in ORDER if getattr(final, name) is not None)
 
 
 def span(records: list[HashRecord]) -> str:

@@ -6,8 +6,6 @@ megatron-corpus-report --input web_text_document books_text_document --longer-th
 megatron-corpus-report --input shards --output /shared/corpus.json --engine ray
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
@@ -24,10 +22,8 @@ from typing import Any, Literal
 import tyro
 
 from megatron_core.commands.inspect_dataset import ShowTextFlags, as_text, histogram
-from megatron_core.commands.merge_datasets import folder_prefixes
-from megatron_core.data_parts.manifest import get_parts_path, read_parts
+from megatron_core.commands.merge_datasets import folder_prefixes, parts_of
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.locations import location
 from megatron_core.output_file import make_folder
 from megatron_core.prepared_output import json_with, picture_kind, prepare_output
 from megatron_core.preprocess.corpus import (
@@ -138,9 +134,7 @@ def found_sources(inputs: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             if name in names:
                 raise ConfigError(f"--input has {name} twice, so its documents would be duplicates; remove one")
             names.add(name)
-            listed = location(get_parts_path(name))
-            is_list = not is_folder and listed.is_file()
-            yield name, [str(listed.parent / entry.path) for entry in read_parts(name).parts] if is_list else [name]
+            yield name, [name] if is_folder else parts_of(name)
 
 
 class TaskRunner:

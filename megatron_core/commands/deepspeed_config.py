@@ -5,8 +5,6 @@ megatron-deepspeed-config --from-json ds_config.json --world-size 8 --output set
 megatron-deepspeed-config --from-yaml settings.yaml --output ds_config.json
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ megatron-doctor
 collectives do not work.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

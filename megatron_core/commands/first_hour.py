@@ -9,8 +9,6 @@ library, the conversations are questions about its functions, answered by their 
 The chat page needs pip install starlette uvicorn h11 pydantic, or the extra "server" of this package.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
@@ -173,7 +171,12 @@ class FirstHour:
         counts = [max(len(LAYOUTS), int(share * seconds / per_step)) for share in SHARES]
         plan = HourPlan(model.hidden_size, counts[0], counts[1], per_step)
         self.steps.plan(plan.seconds())
-        planned = self.planned_seconds(plan)
+        path = self.folder / "planned.json"
+        self.steps.run(
+            "asking the planner", "plan_layout", *plan.flags(), "--vocab-size", self.settings.vocab_size,
+            "--global-batch-size", BATCH, "--gpus", 1, "--hardware", "h100", "--json", path,
+        )  # fmt: skip
+        planned = float(json.loads(path.read_text())[0]["seconds"]) * (plan.pretraining + plan.fine_tuning)
         print(
             f"\nmodel         {plan.shape}\n"
             f"pretraining   {plan.pretraining} steps of {BATCH * SEQUENCE} tokens, {per_step:.2f} s each\n"
@@ -183,15 +186,6 @@ class FirstHour:
             flush=True,
         )
         return plan
-
-    def planned_seconds(self, plan: HourPlan) -> float:
-        """Seconds that the planner predicts for the steps of training on one H100."""
-        path = self.folder / "planned.json"
-        self.steps.run(
-            "asking the planner", "plan_layout", *plan.flags(), "--vocab-size", self.settings.vocab_size,
-            "--global-batch-size", BATCH, "--gpus", 1, "--hardware", "h100", "--json", path,
-        )  # fmt: skip
-        return float(json.loads(path.read_text())[0]["seconds"]) * (plan.pretraining + plan.fine_tuning)
 
     def prepare_data(self) -> None:
         """Corpus, tokenizer, tokens, and conversations."""

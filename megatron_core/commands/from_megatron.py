@@ -50,29 +50,17 @@ from megatron_core.prepared_output import prepare_output
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
+from megatron_core.text_file import read_table
 from megatron_core.verify.comparison import changed_lines, changed_values, layout_task, require_legal
 
-HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
-"""Training programs of models that need a pattern of layers."""
-PRETRAINING = (*HYBRID, "pretrain_gpt.py")
+_TABLES = read_table(__file__)
+HYBRID = tuple(_TABLES["hybrid"])
+PRETRAINING = (*HYBRID, *_TABLES["gpt"])
 """Megatron-LM's training programs of models of text."""
-GPT = (*PRETRAINING, "train.py", "megatron_core.commands.train")
+GPT = (*PRETRAINING, *_TABLES["same_flags"])
 """Training programs whose flags mean the same here."""
-_GENERATION = "generates text; use megatron-serve or megatron-generate"
-_CONVERSION = "converts checkpoints; use megatron-convert"
-_MODEL = "trains another kind of model than GPT; use Megatron-LM, or a program of your own (docs/any_model.md)"
-OTHERS = {
-    "preprocess_data": "prepares data; use megatron-preprocess",
-    **dict.fromkeys(("text_generation", "generate", "inference"), _GENERATION),
-    **dict.fromkeys(("convert", "convertor", "hf2mcore", "torchdist_2_torch", "merge_mp_partitions"), _CONVERSION),
-    "modelopt": "distils, quantizes or prunes models, which is not supported",
-    "train_rl": "trains by reinforcement learning, which is not supported",
-    "tasks": "trains or evaluates on a task; for conversations use --sft (docs/data.md)",
-    **dict.fromkeys(("bert", "t5", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
-}
-"""Words in the paths of programs that cannot be replaced, and the alternative; no letter is next to the word."""
-DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_mpi")
-"""Flags of Megatron-DeepSpeed that the settings of its JSON replace."""
+OTHERS = {word: alternative for alternative, words in _TABLES["others"].items() for word in words.split()}
+DEEPSPEED: list[str] = _TABLES["deepspeed"]
 CLOSED = "is outside the folders of the script, or is not a file, and is not read; --read-from allows its folder"
 _WIDTH = 110
 
@@ -122,7 +110,7 @@ class TranslatedLaunch:
     def of(cls, launch: Launch, world_size: int | None) -> TranslatedLaunch:
         """Translate the flags of a launch."""
         groups = grouped(list(launch.flags))
-        replaced = DEEPSPEED if launch.deepspeed is not None else ()
+        replaced = DEEPSPEED if launch.deepspeed is not None else []
         usable = [group for group in groups if plain(group[0]) not in replaced and not {*group[1]} & {*launch.closed}]
         words = [word for flag, values in usable for word in (flag, *values)]
         flags = LaunchFlags.of(words, UNKNOWN)
@@ -222,7 +210,7 @@ def _description(translated: TranslatedLaunch) -> Iterator[str]:
         f"{_parameters(model_parameters(config, vocabulary(config)))}, sequences of "
         f"{config.data.seq_length} tokens"
     )
-    if not any(problems_of_ranks(translated)):
+    if not any("world_size=" in fault or "batch_size=" in fault for fault in translated.problems):
         copies = config.parallel.data_parallel_size(ranks)
         batch = training.final_batch_size(copies)
         yield f"layout: {describe_layout(config, ranks)}"
@@ -239,11 +227,6 @@ def _description(translated: TranslatedLaunch) -> Iterator[str]:
     flags = translated.flags
     counts = len(flags.done), len(flags.translated), sum(map(len, flags.ignored.values())), len(flags.refused)
     yield "flags: {} with the same meaning, {} translated, {} without effect, {} refused".format(*counts)
-
-
-def problems_of_ranks(translated: TranslatedLaunch) -> Iterator[str]:
-    """The problems that concern the number of ranks."""
-    return (problem for problem in translated.problems if "world_size=" in problem or "batch_size=" in problem)
 
 
 def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator[str]:

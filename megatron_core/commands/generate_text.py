@@ -122,7 +122,11 @@ def generate_text(settings: GenerateFlags, world: World) -> None:
     if not prompts and not settings.interactive:
         raise ConfigError("no prompt was given; use --prompt, --prompt-file or --interactive")
     for prompt in prompts:
-        check_unicode(prompt)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, as Python represents bytes that are not UTF-8
+            fault = f"the prompt is not valid Unicode ({error}); correct it"
+            raise DataError(f"{shortened_prompt(prompt)}: {fault}") from None
     output: Output | None = None
     if settings.output is not None and world.rank == 0:
         output = prepare_output(settings, "output", GENERATED)
@@ -218,14 +222,6 @@ def read_prompts(path: str) -> list[str]:
             raise DataError(f'{path}:{number}: this is not an object with a string "prompt"')
         prompts.append(prompt)
     return prompts
-
-
-def check_unicode(prompt: str) -> None:
-    """``DataError`` for half of a surrogate pair, by which Python also represents bytes that are not UTF-8."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{shortened_prompt(prompt)}: the prompt is not valid Unicode ({error}); correct it") from None
 
 
 def typed_prompts(generator: Generator, world: World) -> Iterator[str]:

@@ -8,8 +8,6 @@ megatron-inspect-dataset corpus_text_document --samples 3 --tokenizer-type Huggi
     --tokenizer-model tokenizer.json
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

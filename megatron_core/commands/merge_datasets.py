@@ -7,8 +7,6 @@ megatron-merge-datasets --input wiki_text_document books_text_document --output-
 megatron-merge-datasets --input shards --output-prefix corpus_text_document --keep-parts
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
@@ -29,6 +27,7 @@ from megatron_core.datasets import DatasetHeader, IndexedDataset, get_bin_path, 
 from megatron_core.datasets.header import check_counts, check_header_path
 from megatron_core.datasets.indexed import index_bytes
 from megatron_core.errors import ConfigError, DataError, visible
+from megatron_core.locations import location
 from megatron_core.prepared_output import make_output_folder
 from megatron_core.preprocess.atomic_write import atomic_write
 from megatron_core.preprocess.builder import IndexedDatasetBuilder, refuse_existing, refuse_other_files, write_header
@@ -70,9 +69,8 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
 
 def parts_of(prefix: str) -> list[str]:
     """The prefixes of the parts in a list, or the prefix of a pair."""
-    if not Path(get_parts_path(prefix)).is_file():
-        return [prefix]
-    return [str(Path(prefix).parent / shard.path) for shard in read_parts(prefix).parts]
+    listed = location(get_parts_path(prefix))
+    return [str(listed.parent / shard.path) for shard in read_parts(prefix).parts] if listed.is_file() else [prefix]
 
 
 def folder_prefixes(folder: Path) -> list[str]:

@@ -7,8 +7,6 @@ megatron-plan --config run.yaml --gpus 64 --hardware h100 --why-not "tp8 pp2 mbs
 All settings of pretrain_gpt.py can be added; the planner replaces the settings of the layout.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Draw the loss curves of runs: ``megatron-plot-metrics runs/a/metrics.jsonl --out loss.png``."""
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ file, the same command resumes (corpus.work keeps the progress). Memory does not
 worker holds 0.25 MiB of text with its tokens, or one document of up to 256 MiB, and three tasks of 4 MiB.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ the same step as any layout: if the loss is finite here, the cause is a rank, it
 data or the weights. The exit status is 0 if loss and gradients are finite and 1 if not.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ megatron-report runs/mine --compare runs/before runs/other --out report.html
 RUN is the folder of --save, or the file of --metrics-file.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":

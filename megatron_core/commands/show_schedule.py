@@ -7,8 +7,6 @@ megatron-show-schedule --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatche
 megatron-show-schedule --measured traces --png measured.png
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":

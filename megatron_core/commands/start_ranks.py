@@ -6,8 +6,6 @@ environment variables that torchrun sets, and like torchrun this process holds t
 python -m megatron_core.commands.start_ranks NUMBER MODULE FLAGS...
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

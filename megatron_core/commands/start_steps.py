@@ -1,7 +1,5 @@
 """Commands of this package that run one after another, with the remaining time and a log."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

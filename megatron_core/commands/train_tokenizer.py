@@ -7,8 +7,6 @@ megatron-tokenizer --input corpus.jsonl --vocab-size 8192 --output tokenizer.mod
 Use a .json file with --tokenizer-type HuggingFaceTokenizer, a .model file with SentencePieceTokenizer.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

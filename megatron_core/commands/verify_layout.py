@@ -1,14 +1,12 @@
 """Compare layouts with one process: ``megatron-verify --layouts "tp2 sp" "pp2 v2"``."""
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
     start("verify_layout")
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -139,7 +137,9 @@ def task_of(config: RunConfig, options: LayoutOptions) -> Task:
         layouts = [layout_of(text, options.world_size) for text in options.layouts]
         small = sized(config, layouts, options)
         notes_of_task = tuple(notes_on_comparison(config, layouts, options))
-        task = Task(small, layouts, changed_layout(config, OF_EVERY_LAYOUT), notes_of_task)
+        values = {name: getattr(config.parallel, name) for name in OF_EVERY_LAYOUT}
+        changed = {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
+        task = Task(small, layouts, changed, notes_of_task)
     else:
         ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
         task = layout_task(config, ranks, full_size_model(config) if options.full_size else None)
@@ -151,12 +151,6 @@ def task_of(config: RunConfig, options: LayoutOptions) -> Task:
         not_compared=not_compared(task, config, dtypes[-1]),
         changed=changed_values(task, config, dtypes[-1]),
     )
-
-
-def changed_layout(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
-    """Settings of the parallel layout that differ from their defaults."""
-    values = {name: getattr(config.parallel, name) for name in names}
-    return {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
 
 
 def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
@@ -196,10 +190,12 @@ def all_layouts(config: RunConfig, options: LayoutOptions) -> Task:
     """Every layout of --world-size ranks."""
     config = sized(config, [Layout()], options)
     sizes = [fitting_layouts(config, size) for size in options.world_size]
+    names = ("layout_invariant", "layout_invariant_parts", "layout_invariant_chunks")
+    unequal = RunConfig.from_flat({name: value for name, value in config.flat().items() if name not in names})
     refused = {
         str(layout): next(problems(configured(config, layout, options.compared_dtype), layout.world_size))
         for size, fitting in zip(options.world_size, sizes, strict=True)
-        for layout in fitting_layouts(without_equal_bits(config), size)
+        for layout in fitting_layouts(unequal, size)
         if layout not in fitting
     }
     refused |= {
@@ -214,12 +210,6 @@ def all_layouts(config: RunConfig, options: LayoutOptions) -> Task:
         listed = ", ".join(map(str, options.world_size))
         raise ConfigError(f"no layout of --world-size {listed} fits the model; give sizes such as --world-size 2 4 8")
     return Task(config, layouts, refused=refused)
-
-
-def without_equal_bits(config: RunConfig) -> RunConfig:
-    """The configuration without --layout-invariant."""
-    names = ("layout_invariant", "layout_invariant_parts", "layout_invariant_chunks")
-    return RunConfig.from_flat({name: value for name, value in config.flat().items() if name not in names})
 
 
 def sampled(layouts: list[Layout]) -> list[Layout]:

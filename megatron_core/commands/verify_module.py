@@ -1,7 +1,5 @@
 """Compare your own model, split over ranks, with one process: ``megatron-verify-module model.py:make_model``."""
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Weights that an export reads: low-rank adapters merged with the frozen weights, averages, adapters for PEFT."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy

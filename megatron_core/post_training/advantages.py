@@ -1,7 +1,5 @@
 """Advantages: how much better an answer, or a token, is than expected."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests to the sampler, and their answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Entropy of distributions over a vocabulary that is split over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Environments: they ask, reply to the turns of a policy, and reward them; in Python or over HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """Episodes of a policy with environments: turns that the policy samples, and replies of one rank's environments."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

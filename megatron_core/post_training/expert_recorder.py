@@ -1,7 +1,5 @@
 """Records the experts that the tokens of sampled texts have chosen."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The trained weights under the names of Hugging Face, for programs that sample with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ model that is trained. With pi the trained policy, mu the policy that has sample
 the advantages, r = pi / mu is the ratio of a token. ``TokenObjective`` adds how losses of tokens are averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,9 +1,7 @@
 """The loss of a step for an objective of tokens, on this rank's micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,7 +129,7 @@ class PolicyLoss(Objective):
         def sum_losses(micro: int, output: Tensor) -> Tensor:
             batch = self._tokens[micro]
             if micro in self._scores.entropies:
-                batch = _with_entropy(batch, self._scores.entropies.pop(micro))
+                batch = replace(batch, entropy=self._scores.entropies.pop(micro))
             # Log-probabilities are negative losses of the model; divergences are losses.
             numbers = output if self._objective.reads == "divergences" else -output
             losses = self._objective(numbers, batch)
@@ -150,8 +148,3 @@ class PolicyLoss(Objective):
         return {
             name: total / max(tokens, 1.0) for name, total in zip(self._objective.metric_names, totals, strict=True)
         }
-
-
-def _with_entropy(batch: TokenBatch, entropy: Tensor) -> TokenBatch:
-    fields = vars(batch) | {"entropy": entropy}
-    return TokenBatch(**fields)

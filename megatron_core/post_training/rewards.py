@@ -1,7 +1,5 @@
 """Rewards that a program can verify."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Checkpoints of a run's weights and optimizer in folders that a program names, one checkpoint a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain

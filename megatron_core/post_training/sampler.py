@@ -1,7 +1,5 @@
 """Answers of the trained model, sampled on the ranks that train it, in a layout of their own."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The configuration of a run from slime's arguments, which are Megatron-LM's and its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

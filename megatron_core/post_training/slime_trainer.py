@@ -6,13 +6,12 @@ creates its models::
     create_training_models(args, pgs, rollout_manager, actor_cls=slime_trainer())
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ STATE = "slime"
 """Name of the values that ``save_model`` adds to a checkpoint."""
 GROUP = "slime-pp_0"
 """Name of the group in which rank 0 sends weights to slime's engines."""
+_POSITION = attrgetter("position")
 SENDER = "slime.backends.megatron_utils.update_weight.update_weight_from_distributed"
 
 
@@ -142,7 +142,9 @@ class SlimeTrainer:
         samples = list(chain.from_iterable(steps))
         result = None
         if self.role == "critic":
-            result = self._score_values(samples)
+            _set(samples, "values", self._trainer.values([sample.scored for sample in samples]))
+            local = [sample for sample in samples if sample.position[0] == self._trainer.run.groups.index("dp")]
+            result = {"values": [sample.numbers["values"] for sample in sorted(local, key=_POSITION)]}
         else:
             self._score(samples, external_data)
         if self.args.compute_advantages_and_returns:
@@ -192,13 +194,8 @@ class SlimeTrainer:
                     f"{sum(map(len, by_rank))} rows of values in external_data for {len(samples)} texts; pass those "
                     "that the critic's train() has returned on each rank"
                 )
-            rows_of_texts = [by_rank[rank][text] for rank, text in map(_position, samples)]
+            rows_of_texts = [by_rank[rank][text] for rank, text in map(_POSITION, samples)]
             _set(samples, "values", [torch.tensor(row, dtype=torch.float64) for row in rows_of_texts])
-
-    def _score_values(self, samples: list[RolloutText]) -> dict[str, list[Tensor]]:
-        _set(samples, "values", self._trainer.values([sample.scored for sample in samples]))
-        local = [sample for sample in samples if sample.position[0] == self._trainer.run.groups.index("dp")]
-        return {"values": [sample.numbers["values"] for sample in sorted(local, key=_position)]}
 
     def _take_step(self, step: list[RolloutText], size: int) -> dict[str, float]:
         """Take an optimizer step on texts of ``size`` rollouts; returns its metrics."""
@@ -384,10 +381,6 @@ def _sample(rollout: Mapping[str, Any], rank: int, text: int) -> RolloutText:
         if name in rollout:
             sample.numbers[name] = torch.as_tensor(rollout[name][text], dtype=torch.float64)
     return sample
-
-
-def _position(sample: RolloutText) -> tuple[int, int]:
-    return sample.position
 
 
 def _set(samples: Sequence[RolloutText], name: str, rows: Sequence[Tensor]) -> None:

@@ -1,7 +1,5 @@
 """This rank's part of the trajectories of a step: its rows, and of them its positions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Settings of the optimizer for a single step, in place of the configured ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Learning the distributions of a teacher at tokens that the student has sampled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

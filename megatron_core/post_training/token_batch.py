@@ -1,7 +1,5 @@
 """The tokens of a micro-batch as an objective sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

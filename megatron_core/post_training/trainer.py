@@ -32,7 +32,6 @@ from megatron_core.post_training.policy_loss import PolicyLoss, Scores, Values
 from megatron_core.post_training.step_data import StepData
 from megatron_core.post_training.step_settings import StepSettings, used_in_step
 from megatron_core.post_training.teacher import Divergences, teacher_of
-from megatron_core.post_training.token_batch import TokenBatch
 from megatron_core.post_training.trajectories import PackedRows, RowRoom, Trajectory, value_names
 from megatron_core.post_training.weights import LiveWeights
 from megatron_core.training.driver import PipelineRank, gather_weights
@@ -245,11 +244,7 @@ class Trainer:
             replace(trajectory, values={"slope": torch.zeros_like(leaf) if slope is None else slope})
             for trajectory, leaf, slope in zip(trajectories, leaves, slopes, strict=True)
         ]
-
-        def weighted_sum(numbers: Tensor, batch: TokenBatch) -> Tensor:
-            return batch["slope"] * numbers
-
-        linear = TokenObjective(loss=weighted_sum, mean_over="sum", reads=self.reads)
+        linear = TokenObjective(loss=lambda numbers, batch: batch["slope"] * numbers, mean_over="sum", reads=self.reads)
         result = self.train_on(weighted, linear, temperature=temperature, **settings)
         return replace(result, loss=float(value.detach()))
 

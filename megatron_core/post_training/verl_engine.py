@@ -5,8 +5,6 @@ verl's controller, samplers, rewards and losses stay as they are. Give the worke
 ``strategy=megatron_native``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -98,10 +96,7 @@ class VerlEngine:
         """Whether weights leave the device between batches."""
         return self._offloads
 
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        """Whether the state of the optimizer leaves the device, which it does with the weights."""
-        return self._offloads
+    is_optimizer_offload_enabled = is_param_offload_enabled  # its state leaves the device with the weights
 
     def get_data_parallel_size(self) -> int:
         """Number of ranks with texts of their own."""
@@ -174,9 +169,10 @@ class VerlEngine:
         """
         if loss_function is None and not forward_only:
             raise DataError("loss_function=None: training needs one; give it, or forward_only=True")
-        with_entropy = bool(_setting(data, "calculate_entropy", False))
+        # TensorDict.get would return the container of a number.
+        with_entropy = "calculate_entropy" in data and bool(data["calculate_entropy"])
         reads = self.trainer.reads
-        temperature = _temperature(_setting(data, "temperature", 1.0)) if reads == "log_probs" else 1.0
+        temperature = _temperature(data["temperature"]) if reads == "log_probs" and "temperature" in data else 1.0
         by_rank = self._gather([row.tolist() for row in data["input_ids"].unbind()])
         trajectories = [Trajectory(tokens, [1] * (len(tokens) - 1)) for texts in by_rank for tokens in texts]
         first = sum(map(len, by_rank[: self.get_data_parallel_rank()]))
@@ -345,13 +341,6 @@ def _nested(rows: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """Rows of n - 1 predicted tokens as verl's of n: the last token of a text predicts nothing."""
     values = torch.cat([part for row in rows for part in (row, row.new_zeros(1))])
     return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-def _setting(data: Any, name: str, default: Any) -> Any:
-    """A number that goes with a batch; ``TensorDict.get`` would return its container."""
-    if name not in data:
-        return default
-    return data[name]
 
 
 def _temperature(value: Any) -> float:

@@ -1,7 +1,5 @@
 """The configuration of a run from verl's configurations of a model, an engine and an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

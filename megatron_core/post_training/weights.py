@@ -1,7 +1,5 @@
 """Copies of the trained weights in another layout, in memory: each element goes from one owner to its new places."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -52,10 +52,20 @@ class RunChecks(Callback):
         """Run the checks that are due after a step."""
         if not result.skipped:
             if not self._noted_gradients and self._updates >= self._needed_updates - 1:
-                self._note_missing_gradients()
+                self._note(
+                    f"parameters without a gradient in step {self.run.state.iteration}, the first one",
+                    self.untrained.without_gradient(),
+                    "The loss does not depend on them, or an operation in between has no backward: they will not "
+                    "train. Fix the model, or freeze them with requires_grad_(False) if this is intended",
+                )
                 self._noted_gradients = True
             self._updates += result.learning_rate > 0.0
-        self._note_starved(result)
+        self._note(
+            f"experts with less than {STARVED_SHARE:.0%} of the mean load for {STARVED_STEPS} steps up to iteration "
+            f"{self.run.state.iteration}",
+            self._starved.after_step(result.expert_load),
+            "They are hardly trained. Raise --moe-aux-loss-coeff, or balance with --moe-router-enable-expert-bias",
+        )
         if self._is_due():
             self.compare()
 
@@ -89,22 +99,6 @@ class RunChecks(Callback):
             raise MegatronError(_sentence(differences, iteration, self._equal_at, self.interval))
         self._equal_at = iteration
         return hashes
-
-    def _note_missing_gradients(self) -> None:
-        self._note(
-            f"parameters without a gradient in step {self.run.state.iteration}, the first one",
-            self.untrained.without_gradient(),
-            "The loss does not depend on them, or an operation in between has no backward: they will not train. Fix "
-            "the model, or freeze them with requires_grad_(False) if this is intended",
-        )
-
-    def _note_starved(self, result: StepResult) -> None:
-        self._note(
-            f"experts with less than {STARVED_SHARE:.0%} of the mean load for {STARVED_STEPS} steps up to iteration "
-            f"{self.run.state.iteration}",
-            self._starved.after_step(result.expert_load),
-            "They are hardly trained. Raise --moe-aux-loss-coeff, or balance with --moe-router-enable-expert-bias",
-        )
 
     def _note_unmoved(self, before: Tensor, now: Tensor) -> None:
         self._note(

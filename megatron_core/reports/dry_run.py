@@ -127,16 +127,6 @@ class RankEstimate:
             **{category: round(size) for category, size in formula.moving(self.groups.index("pp")).items()},
         }
 
-    @property
-    def own_layers(self) -> list[int]:
-        """Global numbers of the layers on this rank."""
-        return [layer for stage in self.stages for layer in self.layers[stage]]
-
-    @property
-    def micros_held(self) -> float:
-        """Peak number of micro-batches whose activations of all its layers this rank holds at once."""
-        return peak_activations(self.plan)[self.groups.index("pp")]
-
 
 def _bytes_of_groups(config: RunConfig, optimizer: Optimizer) -> int:
     """Bytes of the global weights of groups of replicas and their momentum, which the replicas of a group divide."""
@@ -239,11 +229,13 @@ def _memory(estimate: RankEstimate) -> str:
     active = f", of which a token uses {estimate.active_parameters:,}" if has_experts else ""
     padding = padded_vocabulary(estimate.config, estimate.vocab_size) - estimate.vocab_size
     padded = f"; the vocabulary is padded by {padding} tokens, which are not in the total" if padding else ""
+    # Peak number of micro-batches whose activations of all its layers this rank holds at once.
+    peak = peak_activations(estimate.plan)[estimate.groups.index("pp")]
     notes = {
         "weights": f"{estimate.parameters:,} parameters of {estimate.model_parameters:,}{active}{padded}",
         "optimizer": f"and {readable_bytes(elsewhere)} in the host's memory or on disk" if elsewhere else "",
         "keys": "of other ranks, and their gradients, in the layer with the most",
-        "activations": f"by formula, {estimate.micros_held:.3g} of {estimate.num_microbatches} micro-batches held",
+        "activations": f"by formula, {peak:.3g} of {estimate.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]
     for category, size in (*sizes.items(), ("total", sum(sizes.values()))):
@@ -256,7 +248,7 @@ def _memory(estimate: RankEstimate) -> str:
 def _attention(estimate: RankEstimate) -> str:
     """FLOPs and traffic of attention under context parallelism."""
     config = estimate.config
-    layers = estimate.own_layers
+    layers = [layer for stage in estimate.stages for layer in estimate.layers[stage]]
     work = [attention_flops(config, layers, rank) for rank in range(config.parallel.context_parallel_size)]
     work_of_rank = work[estimate.groups.index("cp")]
     most = max(work) * len(work) / max(sum(work), 1.0)

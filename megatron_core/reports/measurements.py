@@ -117,7 +117,8 @@ class Measurements(Callback):
             return ReferenceRate(1e12 * self.settings.peak_tflops, name, dtype, "given by --peak-tflops")
         for record in earlier:
             stored = ReferenceRate.of(record.get("rate_of"))
-            if stored is not None and (stored.device, stored.dtype) == (name, dtype) and stored.is_measured:
+            same = stored is not None and (stored.device, stored.dtype) == (name, dtype)
+            if stored is not None and same and stored.source.startswith(MEASURED):
                 return stored
         rate = measure_product_rate(device, getattr(torch, dtype))
         if device.type == "cpu":

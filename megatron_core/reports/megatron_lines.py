@@ -1,7 +1,5 @@
 """Log lines in Megatron-LM's format (``--log-format megatron``)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from datetime import datetime

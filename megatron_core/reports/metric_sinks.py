@@ -162,15 +162,11 @@ def series(tag: str, run: str) -> str:
     name, slash, label = tag.partition("/")
     labels = {"run": run, "part": label} if slash else {"run": run}
     quoted = (f'{key}="{value.translate(_ESCAPES)}"' for key, value in labels.items())
-    return f"{metric_name(name)}{{{','.join(quoted)}}}"
+    legal_name = "megatron_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
+    return f"{legal_name}{{{','.join(quoted)}}}"
 
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-
-
-def metric_name(name: str) -> str:
-    """Convert to a legal name of letters, digits and underscores, such as ``megatron_lm_loss``."""
-    return "megatron_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
 
 
 def _number(value: float) -> str:

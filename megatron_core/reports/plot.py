@@ -200,7 +200,9 @@ def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Lo
     figure = _new_figure(8.5, min(2.5 + 0.5 * len(layers), 14))
     axes: Any = figure.subplots()
     experts, steps = loads.shape[1:]
-    rows = _narrowed(loads.reshape(-1, steps))
+    all_rows = loads.reshape(-1, steps)
+    neighbours = np.array_split(np.arange(steps), min(steps, MOST_COLUMNS))
+    rows = np.stack([all_rows[:, group].mean(axis=1) for group in neighbours], axis=1)
     image = axes.imshow(
         rows, aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0, interpolation="nearest",
         extent=(0.5, steps + 0.5, len(rows), 0),
@@ -212,12 +214,6 @@ def plot_expert_load(path: str | Path, png_path: str | Path, *, title: str = "Lo
     axes.set_title(title, loc="left", fontsize=12)
     figure.colorbar(image, ax=axes, label="load / mean load", extend="max")
     save_picture(figure, png_path, dpi=150)
-
-
-def _narrowed(rows: np.ndarray) -> np.ndarray:
-    """Reduce ``[n, steps]`` to at most ``MOST_COLUMNS`` columns by averaging neighbouring steps."""
-    groups = np.array_split(np.arange(rows.shape[1]), min(rows.shape[1], MOST_COLUMNS))
-    return np.stack([rows[:, group].mean(axis=1) for group in groups], axis=1)
 
 
 # Okabe and Ito's colours for colour-blind readers, and greys for small kinds.

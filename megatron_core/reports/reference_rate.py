@@ -34,11 +34,6 @@ class ReferenceRate:
         is_whole = isinstance(rate.flops, float) and rate.flops > 0 and all(isinstance(text, str) for text in texts)
         return rate if is_whole else None
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the rate was measured, not set with ``--peak-tflops``."""
-        return self.source.startswith(MEASURED)
-
     def __str__(self) -> str:
         return f"{self.flops / 1e12:.3g} TFLOP/s of a rank in {self.dtype} ({self.device}), {self.source}"
 

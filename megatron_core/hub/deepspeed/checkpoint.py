@@ -100,7 +100,7 @@ class DeepSpeedCheckpoint:
             trained = self._joiner.parts([self._stages(models, rank) for rank in range(self._tp)])
             self._optimizer = self._inner(0, 0)
         else:
-            if first.is_partitioned:
+            if first.param_shapes is not None:  # ZeRO has the weights in other files
                 raise CheckpointError("there are no *_optim_states.pt, which have the weights of ZeRO; copy them too")
             trained = Parts()
             if isinstance(first.optimizer, Mapping):

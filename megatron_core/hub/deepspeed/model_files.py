@@ -54,16 +54,6 @@ class ModelFile:
         return entry
 
     @property
-    def is_partitioned(self) -> bool:
-        """Whether ZeRO has the weights in other files."""
-        return self.param_shapes is not None
-
-    @property
-    def is_of_one_rank(self) -> bool:
-        """Whether it is a file of ZeRO 3, whose module has empty tensors."""
-        return self.path.name.startswith("zero_pp_rank_")
-
-    @property
     def counters(self) -> dict[str, int]:
         """Numbers of steps and samples; 0 for those that older releases do not store."""
         counts = {}
@@ -117,7 +107,8 @@ class ModelFile:
         weights = {}
         for name, tensor in self.module.items():
             shape = trained.get(name, frozen.get(name))
-            is_whole = tensor.numel() or not self.is_of_one_rank
+            # In a file of ZeRO 3 the module has empty tensors.
+            is_whole = tensor.numel() or not self.path.name.startswith("zero_pp_rank_")
             if name not in buffers and shape in (None, tuple(tensor.shape)) and is_whole:
                 weights[name] = Stored.of(tensor)
         for name, shape in frozen.items():

@@ -32,7 +32,8 @@ class PlainStates:
         self._numbers = [[n for n in group["params"] if isinstance(n, int)] for group in groups]
         self._fallback = whole_number(groups[0].get("step"))
         self.groups = [{name: group[name] for name in SETTINGS if name in group} for group in groups]
-        self._wide: list[list[Any]] = _lists(content.get("fp32_groups"))
+        wide = content.get("fp32_groups")
+        self._wide = [item for item in wide if isinstance(item, list)] if isinstance(wide, list) else []
         flat = content.get("fp32_groups_flat")
         self._flat: list[Any] = flat if isinstance(flat, list) else []
 
@@ -107,7 +108,3 @@ class PlainStates:
                     return None
             result.steps.update(steps_of(state, self._fallback if state else None))
         return result
-
-
-def _lists(value: Any) -> list[list[Any]]:
-    return [item for item in value if isinstance(item, list)] if isinstance(value, list) else []

@@ -34,30 +34,19 @@ from megatron_core.hub.hugging_face.classifier import classifier_keys, is_value_
 from megatron_core.hub.hugging_face.rules import TOKEN_ID, KeyRule, Settings, check_types, refuse
 from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.hub.settings import TOKEN_ID_KEYS
+from megatron_core.text_file import read_table
 
-OPTIONAL = {
-    *("num_query_groups", "kv_channels", "ffn_hidden_size", "q_lora_rank"),
-    *("attn_logit_softcapping", "final_logit_softcapping", "moe_aux_loss_coeff"),
-    *("max_position_embeddings", "init_method_std", "hidden_dropout", "attention_dropout"),
-}
+_TABLES = read_table(__file__)
+OPTIONAL = {*_TABLES["optional"]}
 """Settings whose keys config.json may leave out: shapes determine them, or logits do not depend on them."""
-_COUNTS = (
-    *("num_layers", "num_attention_heads", "num_query_groups", "num_experts"),
-    *("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
-)
 TYPES_OF_SETTINGS: dict[str, KeyType] = {
-    **dict.fromkeys(_COUNTS, COUNT),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "moe_aux_loss_coeff"), NUMBER),
+    **dict.fromkeys(_TABLES["counts"], COUNT),
+    **dict.fromkeys(_TABLES["numbers"], NUMBER),
     "max_position_embeddings": LENGTH,
 }
 """Types of keys with the meaning of these settings; others follow from the type of the setting."""
 _TYPES = {bool: SWITCH, int: WIDTH, float: POSITIVE, str: STRING}
-IGNORED_KEYS = {
-    *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-    *("output_router_logits", "pretraining_tp", *TOKEN_ID_KEYS),
-    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
-    *("chunk_size_feed_forward", "is_encoder_decoder"),
-}
+IGNORED_KEYS = {*_TABLES["ignored_keys"], *TOKEN_ID_KEYS}
 """Keys that do not change the logits of a model, or repeat other keys."""
 ROPE_KEY = "rope_parameters"
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}

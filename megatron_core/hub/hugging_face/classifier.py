@@ -1,7 +1,5 @@
 """Models of transformers for sequence classification with one label, such as reward models: a head of one output."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

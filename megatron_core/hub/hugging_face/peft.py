@@ -33,6 +33,7 @@ from megatron_core.hub.hugging_face.tensors import TensorSource
 from megatron_core.models.build import meta_model
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import listed
+from megatron_core.text_file import read_table
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -59,23 +60,12 @@ TYPES: Mapping[str, KeyType] = {
 """Types of the keys of adapter_config.json that are read."""
 ONLY = {"peft_type": "LORA", "bias": "none"}
 """Keys of adapter_config.json with one supported value, which is the default."""
-OFF = (
-    *("modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
-    *("target_parameters", "trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens"),
-    *("use_bdlora", "loftq_config", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
-)
-"""Keys that change the result or the training: supported only if they are absent, null, false or empty."""
-WITHOUT_EFFECT = (
-    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "layers_pattern"),
-    *("megatron_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config"),
-    *("runtime_config", "ensure_weight_tying"),
-)
-"""Keys that change neither the result nor the training of a stored adapter."""
+_TABLES = read_table(__file__)
+OFF: list[str] = _TABLES["off"]
+WITHOUT_EFFECT: list[str] = _TABLES["without_effect"]
 EMPTY: tuple[Any, ...] = ("", [], {})
-PLAIN_INITIAL = ("true", "false", "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` with which PEFT leaves the frozen weights as they are."""
-OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of values with which PEFT replaces the frozen weights, so that the adapter fits these alone."""
+PLAIN_INITIAL: list[str] = _TABLES["initial"]["plain"]
+OTHER_WEIGHTS = tuple(_TABLES["initial"]["other_weights"])
 REMEDY = "save the adapter again with PEFT"
 KINDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 """Our kinds of tensors -> theirs."""

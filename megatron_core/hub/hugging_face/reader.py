@@ -1,7 +1,5 @@
 """A Hugging Face folder with the interface of a checkpoint: each rank reads only its own boxes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing

@@ -19,25 +19,13 @@ from megatron_core.features.layer_sizes.settings import LAYERS_FILE, LAYERS_JSON
 from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.features.positions.settings import PositionConfig
 from megatron_core.features.recurrent.settings import AHEAD, RecurrentConfig, read_pattern
+from megatron_core.text_file import read_table
 
-OFF: dict[str, tuple[Any, ...]] = {
-    "apply_residual_connection_post_layernorm": (False,),
-    "experimental_attention_variant": (None, "gated_delta_net", "gdn", "dsa"),
-    "dsa_indexer_topk_freq": (1, None),
-    "dsa_indexer_skip_topk_offset": (0, None),
-    "dsa_indexer_scoring_relu": (True, None),
-    **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), (0.0, None)),  # a pattern replaces them
-}
+_TABLES = read_table(__file__)
+OFF: Mapping[str, list[Any]] = _TABLES["off"]
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-TRAINING = (
-    *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
-    *("lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
-    *("lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-    *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_lr", "decoupled_min_lr", "clip_grad"),
-    *("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed", "bf16", "fp16"),
-    "fp32_residual_connection",
-)
+TRAINING: list[str] = _TABLES["training"]
 """Training settings that have the same name and meaning in both programs."""
 REMEDY = "use the weights alone: convert with --no-optimizer, or load with --finetune"
 
@@ -227,12 +215,7 @@ def optimizer_step(optimizer: Any, schedule: Any) -> int | None:
     return None
 
 
-SHARDING = {
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
+SHARDING: Mapping[str, Any] = _TABLES["sharding"]
 """How the optimizer's state is stored; a loader with the distributed optimizer reads it."""
 
 
@@ -303,25 +286,14 @@ def _adam(config: RunConfig, state: Mapping[str, Any], *, of_experts: bool) -> d
 def _group(config: RunConfig, steps: int, *, decays: bool, of_experts: bool) -> dict[str, Any]:
     """A parameter group, with the settings of torch's and Transformer Engine's optimizers."""
     adam = config.optimizer
-    return {
+    return _TABLES["param_group"] | {
         "lr": adam.lr,
         "betas": (adam.adam_beta1, adam.adam_beta2),
         "eps": adam.adam_eps,
         "weight_decay": adam.weight_decay * decays,
         "step": steps,
-        "bias_correction": True,
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": True,
         "is_expert_parallel": of_experts,
-        "default_config": True,
         "wd_mult": 1.0 if decays else 0.0,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
         "max_lr": adam.lr,
         "min_lr": adam.min_lr,
     }

@@ -1,7 +1,5 @@
 """A Megatron-LM checkpoint of any layout, with the interface of ``CheckpointReader``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial

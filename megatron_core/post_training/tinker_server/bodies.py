@@ -1,7 +1,5 @@
 """The JSON requests of Tinker's API as pydantic models; fields that are not supported are refused by name."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """Descriptions of the runs and checkpoints below ``--save``, also of earlier servers, as Tinker's API lists them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -34,16 +34,8 @@ class TinkerLoss:
     """Log-probabilities, and inputs and settings by name -> the loss of each token."""
 
 
-def _cross_entropy(log_probs: Tensor, inputs: Any) -> Tensor:
-    return -inputs["weights"] * log_probs
-
-
 def _ratio(log_probs: Tensor, inputs: Any) -> Tensor:
     return (log_probs - inputs["logprobs"]).exp()
-
-
-def _importance_sampling(log_probs: Tensor, inputs: Any) -> Tensor:
-    return -_ratio(log_probs, inputs) * inputs["advantages"]
 
 
 def _clamped(ratio: Tensor, inputs: Any) -> Tensor:
@@ -53,10 +45,6 @@ def _clamped(ratio: Tensor, inputs: Any) -> Tensor:
 def _clipped(ratio: Tensor, inputs: Any) -> Tensor:
     advantages = inputs["advantages"]
     return -torch.minimum(ratio * advantages, _clamped(ratio, inputs) * advantages)
-
-
-def _ppo(log_probs: Tensor, inputs: Any) -> Tensor:
-    return _clipped(_ratio(log_probs, inputs), inputs)
 
 
 def _gspo(log_probs: Tensor, inputs: Any) -> Tensor:
@@ -74,9 +62,11 @@ def _dro(log_probs: Tensor, inputs: Any) -> Tensor:
 
 _OF_POLICIES = ("logprobs", "advantages")
 LOSSES = {
-    "cross_entropy": TinkerLoss(("weights",), {}, _cross_entropy),
-    "importance_sampling": TinkerLoss(_OF_POLICIES, {}, _importance_sampling),
-    "ppo": TinkerLoss(_OF_POLICIES, CLIP, _ppo),
+    "cross_entropy": TinkerLoss(("weights",), {}, lambda log_probs, inputs: -inputs["weights"] * log_probs),
+    "importance_sampling": TinkerLoss(
+        _OF_POLICIES, {}, lambda log_probs, inputs: -_ratio(log_probs, inputs) * inputs["advantages"]
+    ),
+    "ppo": TinkerLoss(_OF_POLICIES, CLIP, lambda log_probs, inputs: _clipped(_ratio(log_probs, inputs), inputs)),
     "cispo": TinkerLoss(_OF_POLICIES, CLIP, _cispo),
     # The documentation tells the formulas of these two, and not the defaults of their settings.
     "gspo": TinkerLoss((*_OF_POLICIES, RATIO_MASK), dict.fromkeys(CLIP), _gspo),

@@ -3,8 +3,6 @@
 Only requests of ``forward_backward`` and the answers with tensors travel as protobuf; everything else is JSON.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,32 +12,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, un
 from google.protobuf.message import DecodeError, Message
 
 from megatron_core.errors import DataError
+from megatron_core.text_file import read_table
 
 PACKAGE = "tinker_public"
-SCHEMA = """
-ForwardBackwardRequest: 1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string, 5 loss_fn_config Number*,
-    6 forward_only bool, 7 loss_fn_config_v2 NamedValue*
-Number: 1 key string, 2 value double
-NamedValue: 1 key string, 2 value ConfigValue
-ConfigValue: 1 number double, 2 text string
-Datum: 1 model_input Chunk*, 2 loss_fn_inputs NamedTensor*, 3 model_input_spans Span*, 4 loss_fn_input_spans Span*
-Span:
-NamedTensor: 1 key string, 2 value Tensor
-Tensor: 1 dense bytes, 2 sparse_csr Sparse, 3 dtype int32, 4 shape int64*
-Sparse: 1 values bytes, 2 crow_indices bytes, 3 col_indices bytes
-Chunk: 1 encoded_text Text, 2 image Other, 3 dmel Other
-Text: 1 tokens bytes
-Other:
-ForwardBackwardOutput: 1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics Number*
-ArrayRecord: 1 type_tag string, 2 fields NamedBatch*, 3 num_datums int64
-NamedBatch: 1 key string, 2 value BatchedTensor
-BatchedTensor: 1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*
-SampleResponse: 1 sequences Sequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs Top
-Sequence: 1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs Top
-Top: 1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32
-"""
-"""Name of a message: number, name and type of its fields, ``*`` for several values. A map is a list of entries with a
-key and a value, an enumeration an int32, and an alternative an ordinary field: their bytes are equal."""
 FLOAT32 = 1
 DTYPES = {FLOAT32: np.float32, 2: np.int64, 3: np.int32}
 STOP_REASONS = {"stop": 0, "length": 1}
@@ -53,10 +28,9 @@ def _message_types() -> dict[str, Any]:
     """The classes of the messages, from a pool of their own: the client's may be in the same process."""
     file = descriptor_pb2.FileDescriptorProto(name="tinker_server.proto", package=PACKAGE, syntax="proto3")
     known_types = descriptor_pb2.FieldDescriptorProto
-    for line in SCHEMA.replace("\n    ", " ").strip().splitlines():
-        name, _, fields = line.partition(":")
+    for name, fields in read_table(__file__).items():
         message = file.message_type.add(name=name)
-        for field in filter(None, map(str.strip, fields.split(","))):
+        for field in fields.split(",") if fields else ():
             number, field_name, type_name = field.split()
             added = message.field.add(name=field_name, number=int(number))
             added.label = known_types.LABEL_REPEATED if type_name.endswith("*") else known_types.LABEL_OPTIONAL

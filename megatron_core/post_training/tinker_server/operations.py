@@ -1,7 +1,5 @@
 """The operations of Tinker's API on all ranks; rank 0 keeps their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -38,17 +36,8 @@ class Operations:
         # One group, because torch.optim.AdamW decays all parameters, and Tinker's optimizer equals it. Each step sets
         # its rates.
         trainer.run.optimizer.use_groups([{"params": parameters}])
-        self._methods: dict[str, Callable[[Json], Json]] = {
-            "create": self._create,
-            "forward": self._forward,
-            "optim_step": self._optim_step,
-            "save": self._save,
-            "load": self._load,
-            "copy": self._copy,
-            "remove": self._remove,
-            "delete": self._delete,
-            "cancel": self._cancel,
-        }
+        kinds = ("create", "forward", "optim_step", "save", "load", "copy", "remove", "delete", "cancel")
+        self._methods: dict[str, Callable[[Json], Json]] = {name: getattr(self, f"_{name}") for name in kinds}
 
     def run(self, operation: Json) -> Json:
         """Execute an operation other than ``sample``; a collective call."""

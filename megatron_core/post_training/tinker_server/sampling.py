@@ -1,7 +1,5 @@
 """Samples of requests with settings of their own, from the weights of any training."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

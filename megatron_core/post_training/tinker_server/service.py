@@ -1,7 +1,5 @@
 """Requests of the threads of a server in order, executed on all ranks; their results until they are retrieved."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -56,10 +54,6 @@ class _Sequence:
     skipped: set[int] = field(default_factory=set)
     numbers: dict[int, str] = field(default_factory=dict)
     """The requests by their numbers: a client that has lost an answer sends its request again."""
-
-    def drop(self, entry: _Entry) -> None:
-        """Forget a request that arrived before its turn."""
-        self.early = {number: other for number, other in self.early.items() if other is not entry}
 
 
 class OperationService(RankService):
@@ -160,7 +154,7 @@ class OperationService(RankService):
                 if entry in places.early.values() and time.monotonic() - entry.since > HELD_SECONDS:
                     missing = places.next_number
                     entry.future.set_exception(DataError(f"the request with seq_id {missing} has not arrived"))
-                    places.drop(entry)
+                    places.early = {number: other for number, other in places.early.items() if other is not entry}
             return entry.future
 
     def cancel(self, number: str) -> None:
@@ -183,7 +177,10 @@ class OperationService(RankService):
         operations = self._operations
         while True:
             entries = self._take() if self._texts.is_source else []
-            text = self._texts.exchange(self._text_of(entries))
+            # The operations for the other ranks, by number; an empty object to stop.
+            has_text = bool(entries) or self._stopped
+            text = json.dumps({entry.number: entry.operation for entry in entries}) if has_text else ""
+            text = self._texts.exchange(text)
             if text:
                 requests = json.loads(text)
                 if not requests:
@@ -193,12 +190,6 @@ class OperationService(RankService):
                 for number, result in operations.sampler.advance_requests().items():
                     if number in self._sampled:
                         self._complete(self._sampled.pop(number), result)
-
-    def _text_of(self, entries: list[_Entry]) -> str:
-        """The operations for the other ranks, by number; "" if there are none, and an empty object to stop."""
-        if not entries and not self._stopped:
-            return ""
-        return json.dumps({entry.number: entry.operation for entry in entries})
 
     def _take(self) -> list[_Entry]:
         """Wait for operations: requests for samples that can join those under way, or another operation."""

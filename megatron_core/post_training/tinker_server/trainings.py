@@ -4,8 +4,6 @@ With ``--lora-rank R`` a training is a set of adapters of any rank r <= R: the m
 the matching columns of B, stay zero, because their gradients are zero. Without it a training has the whole model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain

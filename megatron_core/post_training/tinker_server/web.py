@@ -1,7 +1,5 @@
 """Tinker's API over HTTP with starlette; an illegal request gets an error message, and affects no other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
