@@ -4,12 +4,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from megatron_core import cpu_ranks, data_parts, hub, reports, resilience, storage, vocabularies
-from megatron_core.feature import Feature
 
-_FOLDERS = Path(__file__).with_name("list.txt").read_text("ascii").split()
-
-FEATURES: tuple[Feature, ...] = (
-    *(resolve_name(f"{__name__}.{folder}:{folder.upper()}") for folder in _FOLDERS),
+FEATURES = (
+    *(
+        resolve_name(f"{__name__}.{folder}:{folder.upper()}")
+        for folder in Path(__file__).with_name("list.txt").read_text("ascii").split()
+    ),
     *cpu_ranks.FEATURES,
     *data_parts.FEATURES,
     *hub.FEATURES,
