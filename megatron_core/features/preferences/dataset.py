@@ -45,7 +45,8 @@ class PreferenceFile(ConversationFile):
         """The two conversations of a line, which end in the chosen and in the rejected answer."""
         check_line(content)
         prompt = self._prompt(content)
-        return [self._side(content, prompt, side) for side in SIDES]
+        answers = (schemas.turns(content, side, "assistant") for side in SIDES)
+        return [[*schemas.with_system(content, [*prompt, *answer])] for answer in answers]
 
     def used_keys(self, content: Mapping[str, Any]) -> set[str]:
         """The keys that ``parsed`` reads."""
@@ -54,10 +55,6 @@ class PreferenceFile(ConversationFile):
         if content.get("prompt") is not None:
             return {*SIDES, "prompt", *schemas.system_keys(content)}
         return {*SIDES, *schemas.question_keys(content)}
-
-    def _side(self, content: Mapping[str, Any], prompt: list[dict[str, Any]], side: str) -> list[Message]:
-        """The conversation that ends in an answer."""
-        return [*schemas.with_system(content, [*prompt, *schemas.turns(content, side, "assistant")])]
 
     def _prompt(self, content: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The messages before both answers."""
