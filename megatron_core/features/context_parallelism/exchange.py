@@ -7,7 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_core.parallel import collectives
+from megatron_core.parallel.collectives import (
+    Done,
+    Handle,
+    exchange_parts,
+    start_gather_sequence,
+    start_reduce_scatter_sequence,
+    start_ring_shift,
+)
 from megatron_core.parallel.groups import ALONE, ContextGroups, Group
 
 
@@ -37,7 +44,7 @@ class AllGatherExchange:
 
     def forward(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
         """As ``Exchange``."""
-        blocks, handle = collectives.start_gather_sequence(local.unsqueeze(0), self.group)
+        blocks, handle = start_gather_sequence(local.unsqueeze(0), self.group)
         handle.wait()
         yield from ((rank, blocks[rank]) for rank in _from_own(self.group))
 
@@ -46,7 +53,7 @@ class AllGatherExchange:
         # The blocks begin with this rank's own; the reduce-scatter needs them in the order of ranks.
         contributions = {rank: gradient_of(rank, block) for rank, block in self.forward(local)}
         gradients = torch.stack([contributions[rank] for rank in range(self.group.size())])
-        total, handle = collectives.start_reduce_scatter_sequence(gradients, self.group)
+        total, handle = start_reduce_scatter_sequence(gradients, self.group)
         handle.wait()
         return total[0]
 
@@ -68,7 +75,7 @@ class RingExchange:
         ranks = _from_own(self.group)
         # A block is sent on before it is used: sending only reads it.
         for rank in ranks[:-1]:
-            coming, handle = collectives.start_ring_shift(block, self.group)
+            coming, handle = start_ring_shift(block, self.group)
             yield rank, block
             handle.wait()
             block = coming
@@ -77,14 +84,14 @@ class RingExchange:
     def backward(self, local: Tensor, gradient_of: Callable[[int, Tensor], Tensor]) -> Tensor:
         """As ``Exchange``."""
         total: Tensor | None = None
-        handle: collectives.Handle = collectives.Done()
+        handle: Handle = Done()
         for rank, block in self.forward(local):
             contribution = gradient_of(rank, block)
             # Computed first, so that the message with the sum of the other ranks travels during the computation.
             if total is not None:
                 handle.wait()  # for the sum of the preceding ranks' contributions
                 contribution += total
-            total, handle = collectives.start_ring_shift(contribution, self.group)
+            total, handle = start_ring_shift(contribution, self.group)
         assert total is not None, "a ring has at least one rank"
         handle.wait()
         return total
@@ -119,9 +126,7 @@ class HeadExchange:
         projections = [tensor.unflatten(2, (size, -1)) for tensor in (query, key, value)]
         shapes = [x.shape[3:] for x in projections]
         # One message instead of three: small ones are bound by latency.
-        mixed = collectives.exchange_parts(
-            torch.cat([x.flatten(3) for x in projections], dim=3).movedim(2, 0), self.group
-        )
+        mixed = exchange_parts(torch.cat([x.flatten(3) for x in projections], dim=3).movedim(2, 0), self.group)
         local_heads = self._ascending(mixed).split([shape.numel() for shape in shapes], dim=2)
         query, key, value = (tensor.unflatten(2, shape) for tensor, shape in zip(local_heads, shapes, strict=True))
         return query, key, value
@@ -129,7 +134,7 @@ class HeadExchange:
     def to_sequence(self, out: Tensor) -> Tensor:
         """The inverse of ``to_heads`` for outputs: ``[n size, b, heads / size * d]`` -> ``[n, b, heads * d]``."""
         by_rank = self._by_rank(out)
-        return collectives.exchange_parts(by_rank, self.group).movedim(0, 2).flatten(2)
+        return exchange_parts(by_rank, self.group).movedim(0, 2).flatten(2)
 
     def _ascending(self, by_rank: Tensor) -> Tensor:
         """``[size, n, ...]``, the tokens of each rank -> ``[size n, ...]`` in ascending order: the first chunks in the

@@ -44,8 +44,7 @@ class OuterConfig:
 
     def sent_at(self, fragment: int, step: int) -> bool:
         """Whether the exchange of a fragment starts after ``step``, counted from 1."""
-        # The first exchange of fragment i is after step i H / P; 0 stands for H (Douillard et al. 2025, algorithm 2).
-        return (step - fragment * self.outer_steps // self.outer_fragments) % self.outer_steps == 0
+        return (step - self._offset(fragment)) % self.outer_steps == 0
 
     def meets_at(self, step: int) -> bool:
         """Whether any exchange starts after ``step``, counted from 1."""
@@ -54,3 +53,7 @@ class OuterConfig:
     def applied_at(self, fragment: int, step: int) -> bool:
         """Whether the global weights of a fragment are updated after ``step``, if its exchange has started."""
         return self.sent_at(fragment, step - self.outer_delay)
+
+    def _offset(self, fragment: int) -> int:
+        """Step of the first exchange of a fragment: i H / P; 0 stands for H (Douillard et al. 2025, algorithm 2)."""
+        return fragment * self.outer_steps // self.outer_fragments
