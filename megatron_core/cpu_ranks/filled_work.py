@@ -1,4 +1,4 @@
-"""Base class of the operations' handles of our own process groups."""
+"""Base class of the operations' handles of our own process groups, and their copies to lists of tensors."""
 
 from collections.abc import Sequence
 
