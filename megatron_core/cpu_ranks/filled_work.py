@@ -1,4 +1,6 @@
-"""Base class of the operations' handles of our own process groups."""
+"""Base class of the operations' handles of our own process groups, and their copies to lists of tensors."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,3 +28,9 @@ class FilledWork(dist.Work):
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
+
+
+def spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the elements of ``flat`` into ``tensors``, in order."""
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

@@ -219,7 +219,6 @@ class Protocol:
         return {**chosen, "top_logprobs": more}
 
     def _chat_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Tokens of a chat."""
         if self.template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start with --chat-template FILE"
@@ -243,7 +242,6 @@ class Protocol:
             raise RequestError(str(error), "messages") from None
 
     def _prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Tokens of prompts."""
         texts = map(self._begin, self._tokens_of([prompt for prompt in prompts if isinstance(prompt, str)]))
         tokens = [next(texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for prompt in tokens:

@@ -368,16 +368,12 @@ class TextScheduler:
                 continue
             assert text.group is not None, "a running text"
             youngest = self.groups[text.group][-1]
-            self._preempt(youngest)
+            self.remove(youngest)
+            self.add(youngest)  # it waits again, without its blocks
+            self.preempted += 1
             if youngest is text:
                 return False
         return True
-
-    def _preempt(self, text: RequestText) -> None:
-        """Return a running text to the queue without its blocks."""
-        self.remove(text)
-        self.add(text)
-        self.preempted += 1
 
     def _blocks(self, positions: int) -> int:
         return -(-positions // self.block_size)

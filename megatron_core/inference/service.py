@@ -214,12 +214,9 @@ class GenerationService(RankService):
                     self._changed.wait(HEARTBEAT)
                 mine = self._commands
                 self._commands = []
-        text = self._texts.exchange(_as_json(mine) if mine else "")
+        commands = json.dumps([asdict(command) for command in mine], default=sorted) if mine else ""
+        text = self._texts.exchange(commands)
         return [_from_json(entry) for entry in json.loads(text)] if text else []
-
-
-def _as_json(commands: Sequence[_Command]) -> str:
-    return json.dumps([asdict(command) for command in commands], default=sorted)
 
 
 def _from_json(command: dict[str, Any]) -> _Command:

@@ -96,8 +96,9 @@ def traffic(config: RunConfig, layers: Iterable[int]) -> AttentionTraffic:
     return AttentionTraffic(sum(layer.forward for layer in of_layers), sum(layer.backward for layer in of_layers))
 
 
-def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
-    """Pairs of a query and a visible key on a rank, per head, for a sequence without documents.
+def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int | None = None) -> float:
+    """Pairs of a query and a visible key on a rank, per head, for a sequence without documents; without ``cp_rank``
+    the largest number of all ranks.
 
     A rank that exchanges heads has the pairs of more tokens for fewer heads; the result is the mean over all heads that
     the rank has without the exchange.
@@ -108,17 +109,9 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
     heads = _exchanged_heads(config, layer_number)
     size = config.parallel.context_parallel_size // heads
     width = _width(config, layer_number)
-    return _pairs(size, cp_rank // heads, config.data.seq_length, width) / heads
-
-
-def most_layer_pairs(config: RunConfig, layer_number: int) -> float:
-    """The largest ``layer_pairs`` of all ranks."""
-    if not config.model.has_attention(layer_number):
-        return 0.0
-    heads = _exchanged_heads(config, layer_number)
-    size = config.parallel.context_parallel_size // heads
-    width = _width(config, layer_number)
-    return _most_pairs(size, config.data.seq_length, width) / heads
+    length = config.data.seq_length
+    pairs = _most_pairs(size, length, width) if cp_rank is None else _pairs(size, cp_rank // heads, length, width)
+    return pairs / heads
 
 
 def _exchanged_heads(config: RunConfig, layer_number: int) -> int:

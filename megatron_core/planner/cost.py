@@ -6,7 +6,7 @@ reductions overlap with the backward of one micro-batch, and weight gathers with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -380,16 +380,12 @@ def cost_of(pipeline: Pipeline) -> StepCost:
     batch = config.training.final_batch_size(pipeline.copies)
     tokens = batch * config.data.seq_length
     model_flops = flops_per_token(config.model, config.data.seq_length, pipeline.clock.vocab_size)
+    computing = sum(forward + backward for _, forward, backward in times) / len(times) * pipeline.micros
     return StepCost(
         pipeline.makespan + ends + hardware.step_seconds,
         by_kind,
-        _bubble(pipeline, times),
+        max(1 - computing / pipeline.makespan, 0.0) if pipeline.makespan else 0.0,
         tokens,
         float(model_flops) * tokens,
         pipeline.world_size,
     )
-
-
-def _bubble(pipeline: Pipeline, times: Sequence[tuple[Seconds, float, float]]) -> float:
-    busy = sum(forward + backward for _, forward, backward in times) / len(times) * pipeline.micros
-    return max(1 - busy / pipeline.makespan, 0.0) if pipeline.makespan else 0.0

@@ -168,17 +168,12 @@ def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig
     chosen = {name: value for word in extra for name, value in _EXTRA[word].items()}
     if chosen.get("cpu_offloading"):
         chosen["cpu_offloading_num_layers"] = config.model.num_layers
-    stages = [{}] if "zero" in text else [{"zero_stage": stage} for stage in range(4)]
+    by_stage = [{"zero_stage": n, "overlap_grad_reduce": True, "overlap_param_gather": n > 0} for n in range(4)]
+    stages: list[dict[str, Any]] = [{}] if "zero" in text else by_stage
     return [
-        with_settings(config, settings | choice | stage | chosen | {"micro_batch_size": size} | _overlap(stage))
+        with_settings(config, settings | choice | stage | chosen | {"micro_batch_size": size})
         for choice, stage, size in product(recomputations, stages, micro or sizes or [1])
     ]
-
-
-def _overlap(stage: dict[str, Any]) -> dict[str, Any]:
-    if not stage:
-        return {}
-    return {"overlap_grad_reduce": True, "overlap_param_gather": stage["zero_stage"] > 0}
 
 
 def objection(search: Search, text: str, best: Candidate | None) -> str:

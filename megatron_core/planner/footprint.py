@@ -9,16 +9,8 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.parallel import added_moments, compression_of
+from megatron_core.planner import memory
 from megatron_core.planner.context import arriving_bytes
-from megatron_core.planner.memory import (
-    layer_activations,
-    matrix_state_elements,
-    number_size,
-    offloaded_activations,
-    stage_activations,
-    state_by_kind,
-    transient_activations,
-)
 from megatron_core.planner.parameters import Parameters, each_layer, layer_kinds, padded_vocabulary
 from megatron_core.planner.recurrence import RecurrenceCost
 from megatron_core.planner.simulate import peak_activations
@@ -60,7 +52,7 @@ class Footprint:
         vocab_size: int,
     ) -> Footprint:
         """Make a footprint; the activations of each kind of layer are computed once."""
-        by_layer = each_layer(layer_kinds(config), lambda layer: layer_activations(config, layer))
+        by_layer = each_layer(layer_kinds(config), lambda layer: memory.layer_activations(config, layer))
         return cls(config, world_size, plan, layers, units, vocab_size, dict(enumerate(by_layer)))
 
     @cached_property
@@ -68,7 +60,7 @@ class Footprint:
         """Bytes of activations stored per micro-batch in each stage."""
         final = len(self.layers) - 1
         padded = padded_vocabulary(self.config, self.vocab_size)
-        size_of = partial(stage_activations, self.config, padded_vocab_size=padded, by_layer=self.layer_bytes)
+        size_of = partial(memory.stage_activations, self.config, padded_vocab_size=padded, by_layer=self.layer_bytes)
         return [size_of(run, first=stage == 0, has_head=stage == final) for stage, run in enumerate(self.layers)]
 
     @cached_property
@@ -79,7 +71,7 @@ class Footprint:
     @cached_property
     def transient(self) -> float:
         """Bytes of temporary activations, of recomputed or offloaded layers."""
-        return transient_activations(self.config, self.layers, self.layer_bytes)
+        return memory.transient_activations(self.config, self.layers, self.layer_bytes)
 
     def variant(self, config: RunConfig) -> Footprint:
         """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
@@ -124,8 +116,8 @@ class Footprint:
         stage = parallel.dp_zero_stage
         instances = parallel.num_distributed_optimizer_instances
         dtype = self.config.training.compute_dtype
-        weight = number_size(dtype)
-        wide = max(number_size(dtype), 4)
+        weight = memory.number_size(dtype)
+        wide = max(memory.number_size(dtype), 4)
         away = optimizer.optimizer_offload_fraction if optimizer.offloads_optimizer else 0.0
         totals = dict.fromkeys(("weights", "gradients", "optimizer", "compression", "units whole"), 0.0)
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
@@ -171,16 +163,16 @@ class Footprint:
             for category, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
                 totals[category] += elements * bytes_
         if config.optional("outer_steps"):  # global weights and momentum
-            wide = max(number_size(config.training.compute_dtype), 4)
+            wide = max(memory.number_size(config.training.compute_dtype), 4)
             totals["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
         layers = self._layers_of(rank)
         parallel = config.parallel
         ranks = self.world_size // config.num_groups // parallel.pipeline_model_parallel_size
-        of_matrices = matrix_state_elements(config, layers, has_mtp=self.plan.stage_to_rank[-1] == rank)
-        totals["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
+        of_matrices = memory.matrix_state_elements(config, layers, has_mtp=self.plan.stage_to_rank[-1] == rank)
+        totals["optimizer"] += max(memory.number_size(config.training.compute_dtype), 4) * of_matrices / ranks
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
             shards = size if config.parallel.dp_zero_stage == 3 else 1
-            totals["weights"] += elements * number_size(config.training.compute_dtype) / shards
+            totals["weights"] += elements * memory.number_size(config.training.compute_dtype) / shards
         return totals | ({"weights": 0.0} if config.parallel.offloads_weights else {})
 
     def _state_of_an_element(self, size: int, *, hidden: bool) -> dict[str, float]:
@@ -188,7 +180,7 @@ class Footprint:
         key = size, hidden
         if key not in self._states:
             config = self.config
-            self._states[key] = state_by_kind(
+            self._states[key] = memory.state_by_kind(
                 config.training.compute_dtype,
                 size,
                 zero_stage=config.parallel.dp_zero_stage,
@@ -226,13 +218,13 @@ class Footprint:
     def head_bytes(self) -> float:
         """Bytes that the output layer and the loss store per micro-batch."""
         padded = padded_vocabulary(self.config, self.vocab_size)
-        return stage_activations(self.config, range(0), first=False, has_head=True, padded_vocab_size=padded)
+        return memory.stage_activations(self.config, range(0), first=False, has_head=True, padded_vocab_size=padded)
 
     def temporary(self, rank: int) -> float:
         """Bytes of the running operation: gradients of the widest part of a layer, or of the fused output layer."""
         config = self.config
         model = self.config.model
-        n = number_size(config.training.compute_dtype)
+        n = memory.number_size(config.training.compute_dtype)
         parallel = config.parallel
         tp = parallel.tensor_model_parallel_size
         tokens = self.tokens
@@ -286,7 +278,7 @@ class Footprint:
         stored = 0.0
         if optimizer.offloads_optimizer and optimizer.optimizer_offload_dir is None:
             stored = self._state_by_kind(rank, self.shard_sizes)["optimizer"] * optimizer.optimizer_offload_fraction
-        sizes = [offloaded_activations(self.config, run) for run in self.layers]
+        sizes = [memory.offloaded_activations(self.config, run) for run in self.layers]
         return stored + (peak_activations(self.plan, stage_sizes=sizes)[rank] if any(sizes) else 0.0)
 
     def worst(self) -> tuple[int, dict[str, float]]:

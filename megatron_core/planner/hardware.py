@@ -171,7 +171,8 @@ class GroupBandwidth:
 
     def gather(self, size: float) -> float:
         """Seconds of an all-gather or reduce-scatter of ``size`` bytes over g ranks: a rank sends (g-1)/g of them."""
-        return self._time((self.size - 1) / self.size * size) if self.size > 1 else 0.0
+        sent = (self.size - 1) / self.size * size
+        return sent / self.bandwidth + self.latency * self.steps if self.size > 1 else 0.0
 
     def reduce(self, size: float) -> float:
         """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
@@ -188,9 +189,6 @@ class GroupBandwidth:
     def send(self, size: float) -> float:
         """Seconds of a message to a neighbour, over the link between nodes if the group spans nodes."""
         return 0.0 if self.size == 1 else self.latency + size / self.inter_bandwidth
-
-    def _time(self, sent: float) -> float:
-        return sent / self.bandwidth + self.latency * self.steps
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
-from megatron_core.planner.context import comm_type_of, layer_traffic, most_layer_pairs
+from megatron_core.planner.context import comm_type_of, layer_pairs, layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import computed_weights, layer_activations, number_size
 from megatron_core.planner.parameters import joins_parts, padded_vocabulary
@@ -144,7 +144,7 @@ class LayerClock:
             for sent_bytes in (sent.forward, sent.backward)
         ]
         # Arithmetic and memory traffic, with a fused kernel or with separate operations.
-        pairs = most_layer_pairs(config, layer) * batch
+        pairs = layer_pairs(config, layer) * batch
         if self._fused:
             flops = 2 * (self.queries + self.outputs) * (pairs + ATTENTION_EDGE * self.tokens)
             forward = flops / (self.rate * self.hardware.attention_efficiency)

@@ -19,21 +19,12 @@ from megatron_core.config import RunConfig
 from megatron_core.config.rule_helpers import divisors
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.planner import layout_settings
 from megatron_core.planner.cost import LayerTimes, Pipeline, StepCost, cost_of
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.frontier import Frontier, Group, TimeLimit
 from megatron_core.planner.hardware import Hardware
 from megatron_core.planner.layer_time import LayerClock
-from megatron_core.planner.layout_settings import (
-    KEPT,
-    LAYER_SETTINGS,
-    NEUTRAL,
-    Settings,
-    describe_layout,
-    layer_settings,
-    micro_batch_sizes,
-    with_settings,
-)
 from megatron_core.planner.parameters import Parameters, all_layers, embedding_parameters, layer_kinds
 from megatron_core.schedules import schedules, training_schedules
 from megatron_core.schedules.actions import Plan
@@ -95,7 +86,7 @@ class Search:
     """Whether the time limit ended the search, so that other layouts may be faster."""
     bound: float = 0.0
     """If it stopped: a time that no other layout is faster than, or 0 if not all were listed."""
-    _stages: dict[int, list[Settings]] = field(default_factory=dict)
+    _stages: dict[int, list[layout_settings.Settings]] = field(default_factory=dict)
     _nearest: tuple[float, RunConfig] | None = None
     _clocks: dict[tuple[Any, ...], LayerTimes] = field(default_factory=dict)
     _splits: dict[tuple[int, int], list[range]] = field(default_factory=dict)
@@ -123,7 +114,7 @@ class Search:
             )
         limit = TimeLimit(self.seconds, self.clock)
         frontier = Frontier(self._points_of)
-        seeds = list[Settings]()
+        seeds = list[layout_settings.Settings]()
         for bound, group in self._groups():
             frontier.add(bound, group)
             seeds += self._seeds(group)
@@ -184,8 +175,8 @@ class Search:
             if room not in self._stages:
                 self._stages[room] = self._stage_settings(room)
             sizes = Counter(stages["pipeline_model_parallel_size"] for stages in self._stages[room])
-            variants = KEPT if self.hardware.has_host else KEPT[:-1]
-            for micro, variant in product(micro_batch_sizes(self.config), variants):
+            variants = layout_settings.KEPT if self.hardware.has_host else layout_settings.KEPT[:-1]
+            for micro, variant in product(layout_settings.micro_batch_sizes(self.config), variants):
                 points = sum(number for pp, number in sizes.items() if batch % (micro * (room // pp)) == 0)
                 if not points:
                     continue
@@ -194,7 +185,7 @@ class Search:
                 settings = layers | variant | away | {"micro_batch_size": micro}
                 yield self._bound(settings), Group(settings, room)
 
-    def _points_of(self, bound: float, group: Group) -> Iterator[tuple[float, Settings]]:
+    def _points_of(self, bound: float, group: Group) -> Iterator[tuple[float, layout_settings.Settings]]:
         """Yield the points of a group and lower bounds of their times."""
         micro = group.settings["micro_batch_size"]
         for stages in self._stages[group.room]:
@@ -202,10 +193,10 @@ class Search:
             if self._batch % sequences == 0:
                 yield bound * self._waiting(stages, self._batch / sequences), group.settings | stages
 
-    def _seeds(self, group: Group) -> list[Settings]:
+    def _seeds(self, group: Group) -> list[layout_settings.Settings]:
         """The points of a group with full recomputation of the smallest micro-batches, without chunks."""
         settings = group.settings
-        is_smallest = settings["micro_batch_size"] <= micro_batch_sizes(self.config)[0]
+        is_smallest = settings["micro_batch_size"] <= layout_settings.micro_batch_sizes(self.config)[0]
         if settings["recompute_granularity"] != "full" or settings["context_parallel_size"] > 1 or not is_smallest:
             return []
         return [
@@ -214,7 +205,7 @@ class Search:
             if point["pipeline_schedule"] is None and point["num_virtual_stages_per_pipeline_rank"] is None
         ]
 
-    def _layer_settings(self) -> Iterator[Settings]:
+    def _layer_settings(self) -> Iterator[layout_settings.Settings]:
         """Yield TP, CP, EP and ETP whose products divide the number of devices."""
         experts = self.config.optional("num_experts")
         for cp in divisors(self.devices):  # first without, so that a short search has seen the usual layouts
@@ -227,7 +218,7 @@ class Search:
                     if self.devices % (ep * etp) == 0:
                         yield split | {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
 
-    def _stage_settings(self, room: int) -> list[Settings]:
+    def _stage_settings(self, room: int) -> list[layout_settings.Settings]:
         """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
         legal = []
         for pp, schedule in product(divisors(room), training_schedules()):
@@ -243,7 +234,7 @@ class Search:
                     legal.append(stages)
         return legal
 
-    def _variants(self, settings: Settings) -> Iterator[Settings]:
+    def _variants(self, settings: layout_settings.Settings) -> Iterator[layout_settings.Settings]:
         """Yield ZeRO and offload settings, which do not change layer times. Overlap is always on: it uses no memory."""
         host = self.hardware.has_host and not self.config.optimizer.offloads_optimizer
         copies = self.devices // settings["tensor_model_parallel_size"] // settings["pipeline_model_parallel_size"]
@@ -255,7 +246,7 @@ class Search:
 
     # --- bounds
 
-    def _bound(self, settings: Settings) -> float:
+    def _bound(self, settings: layout_settings.Settings) -> float:
         """Lower bound of the step's seconds: all devices compute layers and head without idle time."""
         times = self._times(settings)
         full = settings["recompute_granularity"] == "full"
@@ -269,7 +260,7 @@ class Search:
         per_micro_batch = layers + sum(times.end(first=False).sums)
         return per_micro_batch * self._batch / settings["micro_batch_size"] * ranks / self.devices
 
-    def _waiting(self, stages: Settings, micros: float) -> float:
+    def _waiting(self, stages: layout_settings.Settings, micros: float) -> float:
         """Lower bound of the factor by which the pipeline's bubble lengthens the step, for equal stages."""
         pp = stages["pipeline_model_parallel_size"]
         chunks = stages["num_virtual_stages_per_pipeline_rank"] or 1
@@ -289,7 +280,9 @@ class Search:
 
     # --- one point
 
-    def _consider(self, settings: Settings, fastest: dict[tuple[Any, ...], Candidate], worst: float) -> None:
+    def _consider(
+        self, settings: layout_settings.Settings, fastest: dict[tuple[Any, ...], Candidate], worst: float
+    ) -> None:
         """Evaluate all variants of a point; add those to ``fastest`` that fit and are faster than the known layouts."""
         pipeline: Pipeline | None = None
         fitted = -1
@@ -329,7 +322,7 @@ class Search:
             self._nearest = needed, config
 
     def _pipeline(self, config: RunConfig) -> Pipeline:
-        times = self._times(layer_settings(config))
+        times = self._times(layout_settings.layer_settings(config))
         return Pipeline(config, self.devices, times.clock, times)
 
     def _footprint(self, pipeline: Pipeline) -> Footprint:
@@ -340,11 +333,11 @@ class Search:
         cost = cost_of(pipeline)
         return Candidate(cost.seconds, pipeline.config, cost, memory, rank, footprint.on_host(rank))
 
-    def _times(self, settings: Settings) -> LayerTimes:
+    def _times(self, settings: layout_settings.Settings) -> LayerTimes:
         """Cached layer times for ``LAYER_SETTINGS``; the placement of their groups does not depend on PP and DP."""
-        key = tuple(settings.get(name) for name in LAYER_SETTINGS)
+        key = tuple(settings.get(name) for name in layout_settings.LAYER_SETTINGS)
         if key not in self._clocks:
-            chosen = {name: settings[name] for name in LAYER_SETTINGS if name in settings}
+            chosen = {name: settings[name] for name in layout_settings.LAYER_SETTINGS if name in settings}
             config = self._with(chosen)
             clock = LayerClock(config, self.hardware, self.devices, self.vocab_size)
             self._clocks[key] = LayerTimes(clock, self._splits, self._layer_kinds(config))
@@ -357,10 +350,10 @@ class Search:
             self._kinds[key] = layer_kinds(config)
         return self._kinds[key]
 
-    def _with(self, settings: Settings) -> RunConfig:
+    def _with(self, settings: layout_settings.Settings) -> RunConfig:
         """Return the configuration with ``settings``, and with neutral values of all other layout settings."""
         smallest = {"micro_batch_size": 2} if self.config.optional("dpo") else {}
-        return with_settings(self.config, NEUTRAL | smallest | settings, self._sections)
+        return layout_settings.with_settings(self.config, layout_settings.NEUTRAL | smallest | settings, self._sections)
 
     def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:
         return next(problems(without_data(config), world_size or self.devices), None) is None
@@ -384,8 +377,8 @@ class Search:
         needed = self.candidate(config).bytes
         more = -(-needed * self.devices // self.hardware.usable_bytes)
         return (
-            f"no layout fits on {where}: the nearest miss, {describe_layout(config, self.devices)}, needs "
-            f"{needed / 2**30:.1f} GiB; take about {more:.0f} devices, a shorter seq_length="
+            f"no layout fits on {where}: the nearest miss, {layout_settings.describe_layout(config, self.devices)}, "
+            f"needs {needed / 2**30:.1f} GiB; take about {more:.0f} devices, a shorter seq_length="
             f"{self.config.data.seq_length}, or devices with more memory"
         )
 

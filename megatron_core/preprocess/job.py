@@ -21,18 +21,12 @@ from megatron_core.datasets.header import DatasetHeader, check_header_path, get_
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
+from megatron_core.preprocess import inputs
 from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
 from megatron_core.preprocess.backends import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
 from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
 from megatron_core.preprocess.engines import PartsInOrder, write_partition
 from megatron_core.preprocess.identity import identity, token_identity
-from megatron_core.preprocess.inputs import (
-    DamagedFileError,
-    InputFile,
-    UnreachableFileError,
-    describe_input,
-    find_inputs,
-)
 from megatron_core.preprocess.kept_parts import KeptParts
 from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, work_path
 from megatron_core.preprocess.parts import PartFolder, parts_path
@@ -60,7 +54,7 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     """
     check_preprocessing(settings)
     with ThreadPoolExecutor(16) as pool:  # a request for an object takes some 30 ms
-        sources = list(pool.map(describe_input, find_inputs(settings.input, written(settings))))
+        sources = list(pool.map(inputs.describe_input, inputs.find_inputs(settings.input, written(settings))))
     for prefix in settings.prefixes:
         check_header_path(prefix)
     refuse_other_file(f"--output-prefix {settings.output_prefix}", remarks_path(settings), PROBLEMS)
@@ -84,7 +78,7 @@ class _Job:
     """One run in its work folder."""
 
     def __init__(
-        self, settings: PreprocessSettings, sources: Sequence[InputFile], limits: Limits, work: WorkFolder
+        self, settings: PreprocessSettings, sources: Sequence[inputs.InputFile], limits: Limits, work: WorkFolder
     ) -> None:
         self._settings = settings
         self._sources = sources
@@ -202,7 +196,7 @@ class _Job:
         if isinstance(error, (DiskFullError, WorkerDiedError)):
             return
         if (
-            isinstance(error, (DamagedFileError, UnreachableFileError))
+            isinstance(error, (inputs.DamagedFileError, inputs.UnreachableFileError))
             and output is not None
             and output.state.documents
         ):
@@ -221,7 +215,7 @@ def announce(settings: PreprocessSettings, tokenizer: Tokenizer, backend: Backen
         print(NO_ENDS, file=sys.stderr, flush=True)
 
 
-def write_one_partition(settings: PreprocessSettings, sources: Sequence[InputFile], limits: Limits) -> None:
+def write_one_partition(settings: PreprocessSettings, sources: Sequence[inputs.InputFile], limits: Limits) -> None:
     """Write the parts of --partition I/N: the I-th and every N-th after it, except those that are complete."""
     folder = PartFolder(settings)
     tokenizer = settings.tokenizer_files.load()
@@ -248,7 +242,7 @@ def make_layout(settings: PreprocessSettings, tokenizer: Tokenizer) -> TokenForm
 
 
 def choose_backend(
-    settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[InputFile], folder: Path
+    settings: PreprocessSettings, tokenizer: Tokenizer, sources: Sequence[inputs.InputFile], folder: Path
 ) -> tuple[Backend, str]:
     """Return gigatoken if it is available and gives the tokenizer's ids on a sample; else the tokenizer, and why."""
     backend, reason = load_backend(tokenizer, settings.tokenization_backend)
@@ -265,7 +259,7 @@ def choose_backend(
     return TokenizerBackend(tokenizer), reason
 
 
-def sample_texts(settings: PreprocessSettings, sources: Sequence[InputFile], folder: Path) -> list[str]:
+def sample_texts(settings: PreprocessSettings, sources: Sequence[inputs.InputFile], folder: Path) -> list[str]:
     """Return the beginnings of texts at 16 positions spread over the files, 16 thousand characters in total."""
     total = sum(source.size for source in sources)
     starts = [total * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
@@ -280,7 +274,7 @@ def sample_texts(settings: PreprocessSettings, sources: Sequence[InputFile], fol
         ranges = [(start, start + SAMPLE_BYTES) for start in inside] if anywhere else [(0, None)] * bool(inside)
         for start, stop in ranges:
             wanted = SAMPLE_CHARACTERS * (1 if anywhere else len(inside))
-            with suppress(DamagedFileError):  # the run reports it when it reads the file
+            with suppress(inputs.DamagedFileError):  # the run reports it when it reads the file
                 for block in content_blocks(
                     source, settings.json_keys, settings.separator, limits, folder, start, stop
                 ):

@@ -57,8 +57,9 @@ class FailureLog(Callback):
             if world.rank == 0:
                 text = self._read()
         self._attempts = self._parsed(broadcast_from_rank(0, text, world.device))
-        repeated = self._repeated(self._attempts)
-        if repeated is not None:
+        # The first common failure of the last two attempts.
+        common = self._attempts[-1] & self._attempts[-2] if len(self._attempts) > 1 else set()
+        if (repeated := min(common, default=None)) is not None:
             raise MegatronError(self._sentence(*repeated))
         if world.rank == 0:
             self._append({"begins": self._digest})
@@ -102,11 +103,6 @@ class FailureLog(Callback):
             f"the same failure twice in iteration {iteration}: {text}. A restart would repeat it, so this run ends "
             f"here; change what causes it (data, settings, code, hardware), then remove {self._path}"
         )
-
-    def _repeated(self, attempts: list[set[tuple[int, str]]]) -> tuple[int, str] | None:
-        """The first common failure of the last two attempts, or None."""
-        common = attempts[-1] & attempts[-2] if len(attempts) > 1 else set()
-        return min(common, default=None)
 
     def _read(self) -> str:
         """The content of the log; in object storage, with what ranks have written since, which is appended to it.

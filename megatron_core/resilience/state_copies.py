@@ -37,10 +37,6 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 ALIGNED = 64
 
 
-def _key(piece: TensorBox) -> Key:
-    return piece.name, piece.box.start, piece.box.stop
-
-
 class CopyWriter:
     """Writes all pieces of this rank, alternating between the two copies of ``memory``."""
 
@@ -77,7 +73,7 @@ class CopyWriter:
 
     def _describe(self, pieces: Sequence[TensorBox]) -> None:
         """Lay out the pieces, unless they are those of the previous copy."""
-        keys = [_key(piece) for piece in pieces]
+        keys = [(piece.name, piece.box.start, piece.box.stop) for piece in pieces]
         if keys == self._keys:
             return
         table = []

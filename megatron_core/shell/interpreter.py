@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
+from megatron_core.shell import tree
 from megatron_core.shell.assignment import assign_word
 from megatron_core.shell.built_ins import BuiltIns, Jump, ReturnStatus, lines_of
 from megatron_core.shell.conditions import holds, known
@@ -19,24 +20,6 @@ from megatron_core.shell.programs import printed
 from megatron_core.shell.state import SOURCE, temporarily
 from megatron_core.shell.syntax import parse_script
 from megatron_core.shell.tokens import ASSIGNMENT
-from megatron_core.shell.tree import (
-    Arithmetic,
-    Case,
-    Chain,
-    Command,
-    CommandList,
-    For,
-    Function,
-    If,
-    Node,
-    Pipe,
-    Redirected,
-    Simple,
-    Subshell,
-    Test,
-    While,
-    words_in,
-)
 from megatron_core.shell.unknown import UNKNOWN, unknown
 from megatron_core.text_file import read_text
 
@@ -49,7 +32,7 @@ _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 class Interpreter(BuiltIns):
     """Follows commands; conditions that cannot be known count as false and are in ``notes``."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[tree.Command] = field(default_factory=list)
     """All programs, in their order."""
     _steps: int = 0
     _started: tuple[tuple[Path, list[str]], ...] = ()
@@ -86,49 +69,49 @@ class Interpreter(BuiltIns):
             raise ConfigError(f"{script} has a number of too many digits; correct it") from None
         return interpreter
 
-    def run(self, node: Node) -> bool | None:
+    def run(self, node: tree.Node) -> bool | None:
         """Follow a command; its success, or None if it cannot be known."""
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise ConfigError(f"{self._script} has more than {MOST_STEPS} steps; give its launch command instead")
         match node:
-            case CommandList(commands=commands):
+            case tree.CommandList(commands=commands):
                 status: bool | None = True
                 for command in commands:
                     status = self.run(command)
                 return status
-            case Simple() | Test() | Arithmetic():
+            case tree.Simple() | tree.Test() | tree.Arithmetic():
                 return self._leaf(node)
-            case Redirected():
+            case tree.Redirected():
                 return self._redirected(node)
-            case Subshell(body=body, may_exit=may_exit):
+            case tree.Subshell(body=body, may_exit=may_exit):
                 return self._subshell(body, may_exit)
-            case Chain(links=links):
+            case tree.Chain(links=links):
                 status = True
                 for operator, command in links:
                     # A program is assumed to succeed.
                     if (status is not False) == (operator == "&&"):
                         status = self.run(command)
                 return status
-            case Pipe():
+            case tree.Pipe():
                 return self._pipe(node)
-            case If() | Case():
+            case tree.If() | tree.Case():
                 return self._branch(node)
-            case For() | While():
+            case tree.For() | tree.While():
                 return self._loop(node)
-            case Function(name=name, body=body):
+            case tree.Function(name=name, body=body):
                 self._functions[name] = body, self.variables.values.get(SOURCE, "")
                 return True
 
-    def _leaf(self, node: Simple | Test | Arithmetic) -> bool | None:
+    def _leaf(self, node: tree.Simple | tree.Test | tree.Arithmetic) -> bool | None:
         """Follow a command without other ones, and set ``$?``."""
         try:
             match node:
-                case Simple():
+                case tree.Simple():
                     status = self._simple(node)
-                case Test(words=words):
+                case tree.Test(words=words):
                     status = holds(words, self.variables, is_double=True)
-                case Arithmetic(text=text):
+                case tree.Arithmetic(text=text):
                     value = self.variables.arithmetic(text)
                     status = None if UNKNOWN.search(value) else value != "0"
             self.variables.status = None if status is None else int(not status)
@@ -137,7 +120,7 @@ class Interpreter(BuiltIns):
             self.variables.status = end.number
         return status
 
-    def _pipe(self, node: Pipe) -> bool | None:
+    def _pipe(self, node: tree.Pipe) -> bool | None:
         """Follow the parts of a pipeline, each in a subshell that reads the output of the one before."""
         status = None
         *earlier, final = node.stages
@@ -152,7 +135,7 @@ class Interpreter(BuiltIns):
             return not status
         return status
 
-    def _subshell(self, body: Node, may_exit: bool) -> bool | None:
+    def _subshell(self, body: tree.Node, may_exit: bool) -> bool | None:
         with self._isolated():
             self._may_exit = self._may_exit or may_exit
             try:
@@ -162,7 +145,7 @@ class Interpreter(BuiltIns):
                     self.variables.status = end.number
                 return _success(end.number)
 
-    def _redirected(self, node: Redirected) -> bool | None:
+    def _redirected(self, node: tree.Redirected) -> bool | None:
         lines = self._input if node.document is None else lines_of(self.variables.document(node.document))
         with temporarily(self, _input=lines):
             if not node.is_silent:
@@ -173,14 +156,14 @@ class Interpreter(BuiltIns):
             self._write(self.variables.text(node.file), "".join(output), node.appends)
         return status
 
-    def _branch(self, node: If | Case) -> bool | None:
+    def _branch(self, node: tree.If | tree.Case) -> bool | None:
         before = self.variables.has_doubt
         self.variables.has_doubt = False
-        bodies = [branch[1] for branch in node.branches] + ([node.otherwise] if isinstance(node, If) else [])
+        bodies = [branch[1] for branch in node.branches] + ([node.otherwise] if isinstance(node, tree.If) else [])
         chosen = self._chosen(node)
         has_doubt = self.variables.has_doubt
         unchosen = tuple(body for index, body in enumerate(bodies) if index not in chosen)
-        skipped = {match[1] for word in words_in(unchosen) if (match := ASSIGNMENT.match(word))}
+        skipped = {match[1] for word in tree.words_in(unchosen) if (match := ASSIGNMENT.match(word))}
         (self.variables.doubtful if has_doubt else self.variables.skipped).update(skipped)
         status: bool | None = True
         try:
@@ -190,9 +173,9 @@ class Interpreter(BuiltIns):
         finally:
             self.variables.has_doubt = before or has_doubt
 
-    def _chosen(self, node: If | Case) -> list[int]:
+    def _chosen(self, node: tree.If | tree.Case) -> list[int]:
         """Indices of the branches that are followed; that of ``else`` is the number of branches."""
-        if isinstance(node, If):
+        if isinstance(node, tree.If):
             holds = (self._holds(self.run(condition), node.line) for condition, _ in node.branches)
             index = next((index for index, is_true in enumerate(holds) if is_true), len(node.branches))
             return [index] if index < len(node.branches) or node.otherwise.commands else []
@@ -221,8 +204,8 @@ class Interpreter(BuiltIns):
             self.notes.setdefault(f"{self._script} line {line}: this condition is not known, and is taken as false")
         return status is True
 
-    def _loop(self, node: For | While) -> bool | None:
-        if isinstance(node, For):
+    def _loop(self, node: tree.For | tree.While) -> bool | None:
+        if isinstance(node, tree.For):
             for value in self.variables.all_fields(node.words)[:MOST_ROUNDS]:
                 self.variables.assign(node.name, value)
                 if not self._round(node.body):
@@ -234,7 +217,7 @@ class Interpreter(BuiltIns):
                 break
         return True
 
-    def _round(self, body: CommandList) -> bool:
+    def _round(self, body: tree.CommandList) -> bool:
         """Follow the body of a loop once; whether the loop continues."""
         try:
             self.run(body)
@@ -248,7 +231,7 @@ class Interpreter(BuiltIns):
 
     # --- one command
 
-    def _simple(self, node: Simple) -> bool | None:
+    def _simple(self, node: tree.Simple) -> bool | None:
         words = list(node.words)
         before = dict[str, Value | None]()
         while words and (match := ASSIGNMENT.match(words[0])):
@@ -264,7 +247,7 @@ class Interpreter(BuiltIns):
         finally:
             self.variables.exported -= exported
 
-    def _command(self, words: list[str], node: Simple) -> bool | None:
+    def _command(self, words: list[str], node: tree.Simple) -> bool | None:
         if words[0] in ("export", "declare", "typeset", "local", "readonly"):
             return self._declare(words)
         fields = self.variables.all_fields(words)
@@ -294,7 +277,7 @@ class Interpreter(BuiltIns):
             finally:
                 self._locals.pop()
 
-    def _program(self, words: list[str], node: Simple) -> bool | None:
+    def _program(self, words: list[str], node: tree.Simple) -> bool | None:
         self.variables.spend(size_of(words))
         self.commands.append(self._command_of(words, self._line or node.line))
         shell = next((index for index, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
@@ -355,20 +338,20 @@ class Interpreter(BuiltIns):
 
     # --- other scripts and the end of one
 
-    def _eval(self, words: list[str], node: Simple) -> bool | None:
+    def _eval(self, words: list[str], node: tree.Simple) -> bool | None:
         if any(map(UNKNOWN.search, words)):  # which may assign any variable
             self.variables.has_absent_scripts = True
         return self._text(" ".join(words[1:]), node, self.variables.arguments)
 
-    def _text(self, text: str, node: Simple, arguments: list[str]) -> bool | None:
+    def _text(self, text: str, node: tree.Simple, arguments: list[str]) -> bool | None:
         """Follow commands in a word of the script."""
         with temporarily(self, _line=self._line or node.line):
             return self._nested(text, str(self._script), arguments)
 
-    def _source(self, words: list[str], node: Simple) -> bool | None:
+    def _source(self, words: list[str], node: tree.Simple) -> bool | None:
         return self._follow(words[1], words[2:] or self.variables.arguments) if len(words) > 1 else None
 
-    def _exit(self, words: list[str], node: Simple) -> bool:
+    def _exit(self, words: list[str], node: tree.Simple) -> bool:
         if self._may_exit:
             return self._do_return(words)
         if not self.commands:  # a check of the machine or of the arguments; the launch follows

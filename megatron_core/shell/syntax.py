@@ -5,38 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_core.errors import ConfigError
+from megatron_core.shell import tree
 from megatron_core.shell.tokens import REDIRECTIONS, Token, tokens
-from megatron_core.shell.tree import (
-    Arithmetic,
-    Case,
-    Chain,
-    CommandList,
-    Document,
-    For,
-    Function,
-    If,
-    Node,
-    Pipe,
-    Redirected,
-    Simple,
-    Subshell,
-    Test,
-    While,
-)
 
 _ENDS = frozenset({"then", "else", "elif", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&"})
 DEEPEST = 100
 """Maximum nesting of commands."""
 
 
-def parse_script(text: str, name: str) -> CommandList:
+def parse_script(text: str, name: str) -> tree.CommandList:
     """The commands of a script; ``name`` is its name in messages. ``ConfigError`` if its syntax is not understood."""
     return _Parser(list(tokens(text, name)), name).block(frozenset())
 
 
 @dataclass(frozen=True)
 class _Redirection:
-    document: Document | None = None
+    document: tree.Document | None = None
     is_silent: bool = False
     file: str | None = None
     appends: bool = False
@@ -51,9 +35,9 @@ class _Parser:
     position: int = 0
     depth: int = field(default=0)
 
-    def block(self, ends: frozenset[str]) -> CommandList:
+    def block(self, ends: frozenset[str]) -> tree.CommandList:
         """Commands up to a word in ``ends``, which is not consumed."""
-        commands: list[Node] = []
+        commands: list[tree.Node] = []
         self.depth += 1
         if self.depth > DEEPEST:
             raise self._fault("is nested too deeply")
@@ -68,9 +52,9 @@ class _Parser:
             if token.text in _ENDS:
                 raise self._fault(f"has an unexpected {token.text}")
             node = self._chain()
-            commands.append(Subshell(node, may_exit=False) if self._is("&") else node)
+            commands.append(tree.Subshell(node, may_exit=False) if self._is("&") else node)
         self.depth -= 1
-        return CommandList(tuple(commands))
+        return tree.CommandList(tuple(commands))
 
     @property
     def _token(self) -> Token | None:
@@ -96,15 +80,15 @@ class _Parser:
         while self._is("\n"):
             self.position += 1
 
-    def _chain(self) -> Node:
+    def _chain(self) -> tree.Node:
         links = [("&&", self._pipe())]
         while self._is("&&", "||"):
             operator = self._take().text
             self._skip_lines()
             links.append((operator, self._pipe()))
-        return links[0][1] if len(links) == 1 else Chain(tuple(links))
+        return links[0][1] if len(links) == 1 else tree.Chain(tuple(links))
 
-    def _pipe(self) -> Node:
+    def _pipe(self) -> tree.Node:
         negated = self._is("!")
         while self._is("!", "time"):
             self.position += 1
@@ -115,9 +99,9 @@ class _Parser:
                 self.position += 1
             self._skip_lines()
             stages.append(self._command())
-        return stages[0] if len(stages) == 1 and not negated else Pipe(tuple(stages), negated)
+        return stages[0] if len(stages) == 1 and not negated else tree.Pipe(tuple(stages), negated)
 
-    def _command(self) -> Node:
+    def _command(self) -> tree.Node:
         token = self._take()
         if not token.is_word and token.text not in ("(", "((", *REDIRECTIONS):
             raise self._fault(f"has an unexpected {token.text!r}")
@@ -135,7 +119,7 @@ class _Parser:
             return self._simple()
         return self._redirected(compound(token))
 
-    def _redirected(self, node: Node) -> Node:
+    def _redirected(self, node: tree.Node) -> tree.Node:
         """``node`` with the redirections that follow it."""
         redirections = []
         while self._token is not None and self._token.text in REDIRECTIONS:
@@ -146,18 +130,18 @@ class _Parser:
         """Skip an operator with its file."""
         token = self._take()
         if token.text == "<<":
-            return _Redirection(Document(token.document, "literal" if token.is_literal else "document"))
+            return _Redirection(tree.Document(token.document, "literal" if token.is_literal else "document"))
         name = self._take().text
         descriptor = token.document
         if token.text == "<<<":
-            return _Redirection(Document(name, "word"))
+            return _Redirection(tree.Document(name, "word"))
         if token.text == "<" and name.startswith("<("):
-            return _Redirection(Document(name[2:-1], "command"))
+            return _Redirection(tree.Document(name[2:-1], "command"))
         is_output = token.text[0] in ">&" and descriptor in ("", "1")
         is_silent = is_output and not (token.text == ">&" and name in ("1", "&1"))
         return _Redirection(None, is_silent, name if is_silent and token.text in _WRITING else None, token.text == ">>")
 
-    def _simple(self) -> Node:
+    def _simple(self) -> tree.Node:
         words = list[str]()
         redirections = []
         line = self.tokens[self.position].line
@@ -169,11 +153,11 @@ class _Parser:
                 redirections.append(self._redirection())
             else:
                 break
-        return _with_redirections(Simple(tuple(words), line), redirections)
+        return _with_redirections(tree.Simple(tuple(words), line), redirections)
 
-    def _if(self, first: Token) -> If:
+    def _if(self, first: Token) -> tree.If:
         branches = []
-        otherwise = CommandList()
+        otherwise = tree.CommandList()
         while True:
             condition = self.block(frozenset({"then"}))
             self._take("then")
@@ -183,9 +167,9 @@ class _Parser:
                 otherwise = self.block(frozenset({"fi"}))
                 word = self._take("fi").text
             if word == "fi":
-                return If(tuple(branches), otherwise, first.line)
+                return tree.If(tuple(branches), otherwise, first.line)
 
-    def _for(self, first: Token) -> Node:
+    def _for(self, first: Token) -> tree.Node:
         if self._is("(("):
             return self._counting_loop(first)
         name = self._take().text
@@ -196,20 +180,20 @@ class _Parser:
             words = []
             while self._token is not None and self._token.is_word:
                 words.append(self._take().text)
-        return For(name, tuple(words), self._loop_body(), first.line)
+        return tree.For(name, tuple(words), self._loop_body(), first.line)
 
-    def _counting_loop(self, first: Token) -> Node:
+    def _counting_loop(self, first: Token) -> tree.Node:
         """``for ((i = 0; i < n; i++))``."""
         begin, condition, step = (*self._take("((").document.split(";"), "", "")[:3]
         body = self._loop_body()
-        inner = CommandList((*body.commands, Arithmetic(step, first.line)))
-        loop = While(CommandList((Arithmetic(condition or "1", first.line),)), inner, False, first.line)
-        return CommandList((Arithmetic(begin, first.line), loop))
+        inner = tree.CommandList((*body.commands, tree.Arithmetic(step, first.line)))
+        loop = tree.While(tree.CommandList((tree.Arithmetic(condition or "1", first.line),)), inner, False, first.line)
+        return tree.CommandList((tree.Arithmetic(begin, first.line), loop))
 
-    def _expression(self, first: Token) -> Arithmetic:
-        return Arithmetic(first.document, first.line)
+    def _expression(self, first: Token) -> tree.Arithmetic:
+        return tree.Arithmetic(first.document, first.line)
 
-    def _loop_body(self) -> CommandList:
+    def _loop_body(self) -> tree.CommandList:
         while self._is(";", "\n"):
             self.position += 1
         self._take("do")
@@ -217,11 +201,11 @@ class _Parser:
         self._take("done")
         return body
 
-    def _while(self, first: Token) -> While:
+    def _while(self, first: Token) -> tree.While:
         condition = self.block(frozenset({"do"}))
-        return While(condition, self._loop_body(), first.text == "until", first.line)
+        return tree.While(condition, self._loop_body(), first.text == "until", first.line)
 
-    def _case(self, first: Token) -> Case:
+    def _case(self, first: Token) -> tree.Case:
         word = self._take().text
         branches = []
         self._skip_lines()
@@ -238,41 +222,41 @@ class _Parser:
             branches.append((tuple(patterns), body, end))
             self._skip_lines()
         self._take("esac")
-        return Case(word, tuple(branches), first.line)
+        return tree.Case(word, tuple(branches), first.line)
 
-    def _group(self, first: Token) -> Node:
+    def _group(self, first: Token) -> tree.Node:
         end = "}" if first.text == "{" else ")"
         body = self.block(frozenset({end}))
         self._take(end)
-        return body if end == "}" else Subshell(body)
+        return body if end == "}" else tree.Subshell(body)
 
-    def _function(self, first: Token) -> Function:
+    def _function(self, first: Token) -> tree.Function:
         name = self._take().text
         while self._is("(", ")"):
             self.position += 1
         return self._body_of(name)
 
-    def _body_of(self, name: str) -> Function:
+    def _body_of(self, name: str) -> tree.Function:
         self._skip_lines()
         body = self._command()
-        return Function(name, body if isinstance(body, CommandList) else CommandList((body,)))
+        return tree.Function(name, body if isinstance(body, tree.CommandList) else tree.CommandList((body,)))
 
-    def _test(self, first: Token) -> Test:
+    def _test(self, first: Token) -> tree.Test:
         words = []
         while not self._is("]]"):
             token = self._take()
             words += [token.text] if token.text != "\n" else []
         self.position += 1
-        return Test(tuple(words), first.line)
+        return tree.Test(tuple(words), first.line)
 
 
 _WRITING = (">", ">>", ">|")
 
 
-def _with_redirections(node: Node, redirections: list[_Redirection]) -> Node:
+def _with_redirections(node: tree.Node, redirections: list[_Redirection]) -> tree.Node:
     documents = [redirection.document for redirection in redirections if redirection.document is not None]
     outputs = [redirection for redirection in redirections if redirection.is_silent]
     if not (documents or outputs):
         return node
     output = outputs[-1] if outputs else _Redirection()
-    return Redirected(node, documents[-1] if documents else None, output.is_silent, output.file, output.appends)
+    return tree.Redirected(node, documents[-1] if documents else None, output.is_silent, output.file, output.appends)

@@ -127,7 +127,7 @@ def require_legal(task: Task, dtype: str) -> None:
 
 def not_compared(task: Task, config: RunConfig, dtype: str) -> dict[str, object]:
     """Settings of ``config`` that differ from their defaults and have them in a layout of ``task``."""
-    replaced = {*OF_COMPARISON.split(), *SIZES.split()}
+    replaced = {*OF_COMPARISON, *SIZES}
     defaults = RunConfig().flat()
     return {
         name: value

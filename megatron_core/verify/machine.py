@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.monitor.device import total_memory_bytes
 from megatron_core.parallel import World
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.planner.cost import step_cost
@@ -224,7 +225,7 @@ def measured_machine(
     every: list[RankMeasurements] = run_ranks(ranks, measure_rank, quick, timeout=300.0, device=device)
     mean = every[0]
     products = {name: statistics.mean(rates.products[name] for rates in every) for name in DTYPES}
-    memory = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() / ranks
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else total_memory_bytes() / ranks
     link = link_of(mean)
     disk = disk_rates(folder, 2**24 if quick else 2**27)
     hardware = Hardware(
@@ -269,10 +270,6 @@ def calibrated(hardware: Hardware, small: float, large: float | None = None) -> 
     factor = (predicted(LARGE_STEP, hardware) - launches) / max(large - launches, 1e-9)
     products = {name: rate * factor for name, rate in hardware.product_flops.items()}
     return replace(hardware, product_flops=products, memory_bandwidth=hardware.memory_bandwidth * factor)
-
-
-def _host_memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def describe_machine(hardware: Hardware, rates: RankMeasurements, disk: tuple[float, float]) -> str:

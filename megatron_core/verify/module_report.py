@@ -153,7 +153,7 @@ def _train(
                 copies.update(_whole_gradients(engine))
 
         engine.before_update = add
-        local_batch = _rows(batch, index, layout.dp)
+        local_batch = _each(batch, lambda tensor: tensor.chunk(layout.dp)[index])
         engine.backward(_loss(engine, local_batch, loss))
         report = engine.step()
         assert report is not None, "a batch is one micro-batch on each rank"
@@ -204,10 +204,6 @@ def _each(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Mapping):
         return {name: function(tensor) for name, tensor in batch.items()}
     return tuple(map(function, batch)) if isinstance(batch, tuple | list) else function(batch)
-
-
-def _rows(batch: Any, index: int, number: int) -> Any:
-    return _each(batch, lambda tensor: tensor.chunk(number)[index])
 
 
 def _count(batch: Any) -> int:

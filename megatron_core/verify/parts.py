@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, permutations, product
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ def possible_parts(
 def _indices(total: int, local: int, axes: Mapping[str, Axis], block: Block | None, dim: int) -> Iterator[np.ndarray]:
     """Yield the index arrays of a dimension of ``total`` elements, of which this rank has ``local``."""
     names = list(axes)
-    for chosen in _subsets(names):
+    for chosen in chain(permutations(names, 1), permutations(names, 2)):
         ranks = 1
         index = 0
         for name in chosen:
@@ -63,12 +63,6 @@ def _indices(total: int, local: int, axes: Mapping[str, Axis], block: Block | No
         if local % 2 == 0:
             halves = np.arange(total).reshape(2 * ranks, -1)
             yield halves[[index, 2 * ranks - 1 - index]].reshape(-1)
-
-
-def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Ordered choices of one or two axes."""
-    yield from ((name,) for name in names)
-    yield from ((a, b) for a in names for b in names if a != b)
 
 
 def sliced(parameter: Tensor, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None) -> Tensor:

@@ -240,7 +240,6 @@ class Comparison:
         return lines
 
     def _gather_lines(self, lines: list[str]) -> list[str]:
-        """The lines of all ranks."""
         return [line for text in gather_from_all_ranks("\n".join(lines), self._device()) for line in text.splitlines()]
 
     def _device(self) -> torch.device:

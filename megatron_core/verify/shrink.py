@@ -21,6 +21,7 @@ from megatron_core.features.sparse_attention.settings import SparseAttentionConf
 from megatron_core.features.stage_layouts.settings import ENDS, StageLayoutConfig
 from megatron_core.planner.layout import Layout
 from megatron_core.resilience.settings import ElasticConfig, FaultConfig, RecoveryConfig, RerunConfig
+from megatron_core.text_file import read_table
 from megatron_core.verify.together import shared_micro_batches
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
@@ -28,31 +29,9 @@ HEAD_SIZE, SEQUENCE = 8, 16
 LARGE_WORLD, LARGE_WORLD_HEAD_SIZE, LARGE_WORLD_SEQUENCE = 512, 4, 8
 """Worlds of at least ``LARGE_WORLD`` ranks hold many activations: with Llama 3 405B's stages on 128 ranks, two steps
 took 5.8 GB with the usual sizes and 2.3 GB with these."""
-SIZES = """
-    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length num_experts
-    moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size
-    moe_router_topk moe_router_num_groups moe_router_group_topk
-    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
-    linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
-    hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-    heterogeneous_layers_config_encoded_json
-    micro_batch_size global_batch_size vocab_size outer_steps outer_fragments outer_delay"""
-"""Sizes, which a comparison changes."""
+_NAMES = read_table(__file__)
+SIZES, RESET, OF_COMPARISON = (_NAMES[table].split() for table in ("sizes", "reset", "of_comparison"))
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
-# Compressed reductions depend on the layout, optimizer files on the machine; FP8 gathers round the weights.
-OFF = """
-    train_samples lr_decay_iters lr_decay_samples lr_warmup_samples lr_warmup_fraction lr_wsd_decay_iters
-    lr_wsd_decay_samples eval_interval exit_interval exit_duration_in_mins skip_train data_path data_args_path
-    per_split_data_args_path data_phases data_order data_cache_path dataloader_type rampup_batch_size
-    step_batch_size_schedule eval_global_batch_size seq_length_warmup train_data_path valid_data_path test_data_path
-    multiple_validation_sets validation_set_names full_validation choices_data_path pretrained_checkpoint lora_load
-    split sft sft_packing sft_loss dpo dpo_beta dpo_label_smoothing chat_template chat_template_date
-    kd_teacher kd_weight kd_temperature
-    fim_data fim_split_sample fim_fragment_rate fim_no_prefix fim_eod_token
-    tokenizer_model vocab_file merge_file grad_compression
-    fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir optimizer_cpu_offload
-    optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
-"""Settings that ``small_run`` resets to their defaults, as it does all of checkpoints and recovery."""
 STEPS = 10
 """Steps of the whole training, of which a comparison takes the first ones."""
 LEARNING_RATE = 1e-3
@@ -60,9 +39,6 @@ WARMUP, DECAY, LAST_PHASE = 2, 8, 4
 """Steps of the parts of the learning rate's schedule."""
 FP16: dict[str, Any] = {"initial_loss_scale": 256.0}
 """The first steps of a comparison must not be left out because of infinite gradients."""
-OF_COMPARISON = """
-    train_iters train_samples mock_data tokenizer_type vocab_size num_workers eval_iters bf16 fp16 fp64"""
-"""Settings that every comparison replaces: its steps, data and dtype."""
 
 
 def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = False) -> RunConfig:
@@ -346,7 +322,7 @@ def small_run() -> dict[str, Any]:
     defaults = RunConfig().flat()
     sections = (CheckpointConfig, BadStepConfig, ElasticConfig, RecoveryConfig, RerunConfig, FaultConfig)
     unused = [name for section in sections for name, _ in declarations(section)]
-    return {name: defaults[name] for name in (*OFF.split(), *unused)} | {
+    return {name: defaults[name] for name in (*RESET, *unused)} | {
         "train_iters": STEPS,
         "lr_warmup_iters": 0,  # the first step must change the weights
         "lr_decay_style": "constant",

@@ -228,7 +228,6 @@ def _directions(
 
 
 def _clipped(gradients: ArraysByName, rule: AdamRule) -> ArraysByName:
-    """The gradients after clipping."""
     if not rule.max_norm:
         return gradients
     count = rule.shards if rule.norm_of == "shard" else 1

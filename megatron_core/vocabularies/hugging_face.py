@@ -10,38 +10,16 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_core import foreign_json
 from megatron_core.errors import ConfigError, quoted
+from megatron_core.text_file import read_table
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
 from megatron_core.vocabularies.byte_symbols import missing_bytes
 from megatron_core.vocabularies.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
 
 FILE_NAME = "tokenizer.json"
 
-# Names of the end-of-document token in published vocabularies. Of several in the vocabulary of a chat model, the first
-# in this order was used in its pre-training (an end of turn, such as <|im_end|>, does not end a document).
-END_OF_DOCUMENT = (
-    "<|endoftext|>",
-    "</s>",
-    "<|end_of_text|>",
-    "<eos>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek uses these characters in place of | and _
-    "<|eos|>",
-    "<eod>",
-)
-BEGIN_OF_SEQUENCE = ("<|begin_of_text|>", "<s>", "<bos>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<|bos|>")
-PADDING = ("<pad>", "<|pad|>", "[PAD]")
-
-# Names of the end of a turn, or of a message, in chats.
-END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|eot|>",
-    "<|end|>",
-    "<|return|>",
-    "<end_of_turn>",
-    "<|end_of_turn|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<|eot_user|>",
+_TABLES = read_table(__file__)
+END_OF_DOCUMENT, BEGIN_OF_SEQUENCE, PADDING, END_OF_TURN = (
+    tuple(_TABLES[name]) for name in ("end_of_document", "begin_of_sequence", "padding", "end_of_turn")
 )
 
 _REMEDY = "copy it again, or remove it to use the usual names"

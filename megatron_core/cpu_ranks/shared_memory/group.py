@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.cpu_ranks import interrupt
+from megatron_core.cpu_ranks.filled_work import spread
 from megatron_core.cpu_ranks.shared_memory.host import Host, exchange_numbers, shared_memory_library
 from megatron_core.cpu_ranks.shared_memory.messages import IncomingMessages
 from megatron_core.cpu_ranks.shared_memory.work import KINDS, Finished, GroupProcesses, LostRankError, Pending
@@ -170,7 +171,7 @@ class SharedMemoryGroup(_ProcessGroup):
         (outputs_of_ranks,) = outputs
         flat = x.new_empty(self._size * x.numel())
         work = self.all_gather_single(flat, x, opts)
-        return self._finish(Finished(outputs_of_ranks, [work], partial(_spread, flat, outputs_of_ranks)), opts)
+        return self._finish(Finished(outputs_of_ranks, [work], partial(spread, flat, outputs_of_ranks)), opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """Reduce the list and keep this rank's tensor."""
@@ -183,7 +184,7 @@ class SharedMemoryGroup(_ProcessGroup):
         flat = outputs[0].new_empty(sum(tensor.numel() for tensor in outputs))
         sizes = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
         work = self.all_to_all_single(flat, _joined(inputs), *sizes, opts)
-        return self._finish(Finished(outputs, [work], partial(_spread, flat, outputs)), opts)
+        return self._finish(Finished(outputs, [work], partial(spread, flat, outputs)), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Reduce each tensor separately."""
@@ -326,9 +327,3 @@ def _check_size(flat: Tensor, numel: int, piece: Tensor) -> None:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the elements of ``flat`` into ``tensors``, in order."""
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view(tensor.shape))

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.cpu_ranks.filled_work import FilledWork
+from megatron_core.cpu_ranks.filled_work import FilledWork, spread
 from megatron_core.cpu_ranks.simulated.meeting import (
     REDUCTIONS,
     Channel,
@@ -215,7 +215,7 @@ class SimulatedGroup(_ProcessGroup):
         (x,) = inputs
         (outputs_of_ranks,) = outputs
         flat = x.new_empty(self.size() * x.numel())
-        return self._call("all-gather", x, flat, finish=partial(_spread, flat, outputs_of_ranks))
+        return self._call("all-gather", x, flat, finish=partial(spread, flat, outputs_of_ranks))
 
     # torch 2.13 renamed these.
     _allgather_base = all_gather_single
@@ -276,9 +276,3 @@ def _flat(x: Tensor) -> Tensor:
 
 def _form(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the elements of ``flat`` into ``tensors``, in order."""
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view(tensor.shape))

@@ -76,7 +76,8 @@ class BackgroundSaver(CheckpointSaver):
     def finish(self) -> None:
         """See ``CheckpointSaver.finish``."""
         self.join(None)
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is None:
             return
 

@@ -38,7 +38,6 @@ class PowerSGD(StoredCompressor):
         self.rank = rank
         self.warmup = warmup
         self._state: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
-        self._pending: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
 
     def is_active(self) -> bool:
         """Whether the warm-up is over."""
@@ -82,10 +81,6 @@ class PowerSGD(StoredCompressor):
             stored.copy_(errors)
             for before, after in zip(old, factors, strict=True):
                 before.copy_(after)
-        self._pending.clear()
-
-    def discard(self) -> None:
-        """See ``Compressor.discard``."""
         self._pending.clear()
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:

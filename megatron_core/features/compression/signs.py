@@ -34,17 +34,12 @@ class SignSums(StoredCompressor):
         self.moments: dict[Bucket, dict[str, Tensor]] = {}
         """The optimizer's state by bucket."""
         self._errors: dict[Bucket, tuple[Tensor, Tensor]] = {}
-        self._pending: dict[Bucket, tuple[Tensor, Tensor]] = {}
 
     def commit(self, factor: float, limit: float) -> None:
         """See ``Compressor.commit``."""
         for bucket, pending in self._pending.items():
             for stored, fresh in zip(self._errors_of(bucket), pending, strict=True):
                 stored.copy_(fresh)
-        self._pending.clear()
-
-    def discard(self) -> None:
-        """See ``Compressor.discard``."""
         self._pending.clear()
 
     def attach(self, shards: Sequence[Shard], loss_scale: Callable[[], float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,15 @@ from megatron_core.parallel.texts import gather_from_all_ranks
 
 class StoredCompressor(Compressor):
     """A compressor whose state is stored in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: dict[Bucket, Any] = {}
+        """New state, which ``commit`` stores."""
+
+    def discard(self) -> None:
+        """See ``Compressor.discard``."""
+        self._pending.clear()
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield a bucket's state for checkpoints: name, tensor, and whether the tensor differs between data-parallel
@@ -41,7 +51,9 @@ class StoredCompressor(Compressor):
         yield from self._rows(data)
 
     def _pieces_of(self, bucket: Bucket, data: DataParallel) -> Iterator[TensorBox]:
-        rank, size, axes = bucket.dp_group.rank(), bucket.dp_group.size(), bucket.kind.replica_axes
+        rank = bucket.dp_group.rank()
+        size = bucket.dp_group.size()
+        axes = bucket.kind.replica_axes
         for state_name, tensor, is_local in self.state(bucket):
             if is_local:
                 length = bucket.weights.numel() // size
@@ -56,7 +68,8 @@ class StoredCompressor(Compressor):
             else:
                 view = EXPERT_AXES if "edp" in axes else DENSE_AXES
                 holder = ".".join(str(data.groups.index(axis)) for axis in view if axis not in (*axes, "pp"))
-                name, shape = f"compression.{state_name}.{holder}.{bucket.names[0]}", tuple(tensor.shape)
+                name = f"compression.{state_name}.{holder}.{bucket.names[0]}"
+                shape = tuple(tensor.shape)
                 # The last stage's copy of tied weights has equal factors: gradients are summed before compression.
                 owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
                 yield TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned)

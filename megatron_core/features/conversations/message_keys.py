@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from megatron_core.errors import DataError, shortened
+from megatron_core.text_file import read_table
 
-FLAGS = {
-    "weight": True,  # OpenAI, ShareGPT
-    "train": True,  # axolotl
-    "training": True,  # axolotl
-    "trainable": True,
-    "loss": True,  # ms-swift
-    "loss_scale": True,  # ms-swift
-    "loss_weight": True,  # LLaMA-Factory
-    "loss_mask": True,
-    "masked": False,
-}
-"""Keys of a message that choose whether it is learned, each with its value for a message that is."""
-ONLY_ANSWERS = ("weight", "loss", "loss_scale")
-"""Flags that have no effect on messages of other roles in the projects that they come from."""
-DETAILS = ("train_detail", "training_detail", "mask")
-"""Keys of a message that choose a part of it, or whose meaning differs between projects."""
-MEDIA = ("images", "image", "videos", "video", "audios", "audio", "objects")
-TOKENS = ("input_ids", "labels", "assistant_masks", "completion_mask", "loss_mask")
-"""Lists with a value for each token, which another tokenizer made."""
-LINE_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_mask", "trainable", "masked")
-JUDGEMENTS = ("label", "kto_tag")
-"""Keys that are false if the answer is a bad one."""
-VARIABLES = "chat_template_kwargs"
-RESERVED = frozenset(
-    (
-        *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
+_TABLES = read_table(__file__)
+FLAGS: dict[str, bool] = _TABLES["flags"]
+ONLY_ANSWERS, DETAILS, MEDIA, TOKENS, LINE_WEIGHTS, JUDGEMENTS = (
+    tuple(_TABLES[name]) for name in ("only_answers", "details", "media", "tokens", "line_weights", "judgements")
 )
-"""Parameters of apply_chat_template in transformers, which a template does not see."""
+RESERVED = frozenset(chain.from_iterable(_TABLES["reserved"]))
+VARIABLES = "chat_template_kwargs"
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:

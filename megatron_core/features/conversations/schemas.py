@@ -8,7 +8,7 @@ from megatron_core.datasets.base import checked_text
 from megatron_core.errors import DataError, shortened
 from megatron_core.features.conversations.chat_template import REASONING
 from megatron_core.features.conversations.message_keys import DETAILS, FLAGS, check_line, is_learned, without_flags
-from megatron_core.features.conversations.tool_calls import with_calls
+from megatron_core.features.conversations.tool_calls import objects, with_calls
 
 Message = dict[str, Any]
 QUESTIONS = ("instruction", "prompt", "query", "question")
@@ -69,7 +69,7 @@ def messages_of(line: Mapping[str, Any]) -> list[Message]:
     check_line(line)
     schema = schema_of(line)
     if schema in LISTS:
-        messages = [_turn(message) for message in _objects(line, LISTS[schema])]
+        messages = [_turn(message) for message in objects(line[LISTS[schema]], LISTS[schema])]
     elif isinstance(line.get("prompt"), list) and "completion" in line:
         context = [{**without_flags(message), "weight": 0} for message in turns(line, "prompt", "user")]
         messages = context + turns(line, "completion", "assistant")
@@ -127,7 +127,7 @@ def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{key} must be a string or a list of messages")
-    messages = [_turn(message) for message in _objects(line, key)]
+    messages = [_turn(message) for message in objects(line[key], key)]
     answer = messages[-1]
     if role == "assistant" and answer["role"] != role:
         raise DataError(f"{key} ends with a message of {answer['role']!r}; it must end with the assistant's answer")
@@ -160,7 +160,7 @@ def history(line: Mapping[str, Any]) -> list[Message]:
 
 def sharegpt(line: Mapping[str, Any]) -> list[Message]:
     """Turns with ``from``, the speaker, and ``value``, the text."""
-    turns = _objects(line, "conversations")
+    turns = objects(line["conversations"], "conversations")
     return [
         {
             "role": ROLES.get(checked_text(turn.get("from"), "from").lower(), "user"),
@@ -230,13 +230,6 @@ def _joined(content: Any, name: str = "content") -> tuple[Any, dict[str, Any]]:
             "all; remove the flags, or give all parts the same"
         )
     return "".join(section["text"] for section in content), values[0] if values else {}
-
-
-def _objects(line: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    objects = line[name]
-    if not isinstance(objects, list) or not all(isinstance(entry, Mapping) for entry in objects):
-        raise DataError(f"{name} must be a list of objects")
-    return objects
 
 
 def _first(line: Mapping[str, Any], names: tuple[str, ...]) -> str:

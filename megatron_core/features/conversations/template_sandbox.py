@@ -187,7 +187,6 @@ def _common_length(text: str, beginning: str) -> int:
 
 
 def _generated(template: Template, values: Mapping[str, Any]) -> str:
-    """The text of a template."""
     written = 0
     pieces = []
     try:

@@ -21,10 +21,10 @@ def tools_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     if isinstance(tools, str):
         tools = _json(tools, "tools") if tools.strip() else None
     if tools is None and line.get("functions"):
-        tools = [{"type": "function", "function": function} for function in _objects(line["functions"], "functions")]
+        tools = [{"type": "function", "function": function} for function in objects(line["functions"], "functions")]
     if tools is None:
         return None
-    return [_mapped(tool, "parameters", _decoded) for tool in _objects(tools, "tools")]
+    return [_mapped(tool, "parameters", _decoded) for tool in objects(tools, "tools")]
 
 
 def with_calls(message: Message) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _with_arguments(message: Message, change: Callable[[Any, str], Any]) -> Mess
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [_mapped(call, "arguments", change) for call in _objects(calls, "tool_calls")]}
+    return {**message, "tool_calls": [_mapped(call, "arguments", change) for call in objects(calls, "tool_calls")]}
 
 
 def _mapped(entry: Mapping[str, Any], key: str, change: Callable[[Any, str], Any]) -> Mapping[str, Any]:
@@ -99,7 +99,8 @@ def _json(value: str, key: str) -> Any:
         raise DataError(f"{key} is a string that is not JSON ({error}); correct it") from None
 
 
-def _objects(value: Any, name: str) -> list[Mapping[str, Any]]:
+def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
+    """The objects under the key ``name``. Errors: ``DataError`` for anything but a list of objects."""
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         raise DataError(f"{name} must be a list of objects")
     return value

@@ -55,7 +55,6 @@ def distillation_settings(path: str) -> tuple[dict[str, float], str]:
 
 
 def _fields(path: str) -> dict[str, Any]:
-    """The fields in the file."""
     try:
         loaded = parse_yaml(read_text(path))
         str(loaded)  # ValueError for a hexadecimal number of more digits than Python prints

@@ -13,28 +13,13 @@ from torch import Tensor, nn
 
 from megatron_core.config import RunConfig
 from megatron_core.features.context_parallelism.core_attention import tiled_attention
+from megatron_core.features.equal_bits import exact_sum, linear
 from megatron_core.features.equal_bits.attention import InvariantAttention
-from megatron_core.features.equal_bits.exact_sum import (
-    BALANCING_UNIT,
-    add_rows_exactly_,
-    exact_loss_sum,
-    exact_squares,
-    scale_gradient,
-    sum_of_squares,
-)
 from megatron_core.features.equal_bits.invariance import (
     Invariance,
     all_reduce_in_tree,
     invariant_reduce_from_region,
     invariant_reduce_scatter_to_sequence,
-)
-from megatron_core.features.equal_bits.linear import (
-    WeightParts,
-    add_bias,
-    exact_grad_of,
-    invariant_grouped_linear,
-    invariant_linear,
-    invariant_lookup,
 )
 from megatron_core.features.experts.grouped_linear import Chunks, ExpertArithmetic, TokenNumbers
 from megatron_core.ops.rows import wide
@@ -68,11 +53,11 @@ def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> Exac
 class ExactProduct:
     """``invariant_linear`` with the sum of its output over ranks, in the order of the tree."""
 
-    weight_parts: WeightParts
+    weight_parts: linear.WeightParts
 
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm = NO_COMM) -> Tensor:
         """See ``parallel_linear``."""
-        output = invariant_linear(x, weight, bias, comm, self.weight_parts)
+        output = linear.invariant_linear(x, weight, bias, comm, self.weight_parts)
         if comm.scatter_sequence:
             return invariant_reduce_scatter_to_sequence(output, comm.group)
         return invariant_reduce_from_region(output, comm.group) if comm.reduce_output else output
@@ -94,16 +79,16 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
     def output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Product:
         """A product for each part of the output features."""
         return ExactProduct(
-            WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.feature_parts))
+            linear.WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.feature_parts))
         )
 
     def input_product(self, inputs: int, group: Group) -> Product:
         """A product for each part of the input features."""
-        return ExactProduct(WeightParts.even(self.invariance, inputs, self.parts_on(group), splits_output=False))
+        return ExactProduct(linear.WeightParts.even(self.invariance, inputs, self.parts_on(group), splits_output=False))
 
     def whole_product(self, outputs: int, ranks: int) -> Product:
         """One product."""
-        return ExactProduct(WeightParts.even(self.invariance.over(ranks), outputs, 1, splits_output=True))
+        return ExactProduct(linear.WeightParts.even(self.invariance.over(ranks), outputs, 1, splits_output=True))
 
     def token_product(self, outputs: int, ranks: int) -> Callable[..., Tensor]:
         """One product, whose gradient of ``x`` is complete before others are added to it."""
@@ -116,12 +101,14 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
 
     def expert_output_product(self, spec: ShardSpec, split_over: SplitOver, group: Group) -> Callable[..., Tensor]:
         """A product for each part of the output features of each expert."""
-        weight_parts = WeightParts.of_output(self.invariance, spec, split_over(size=self.invariance.feature_parts))
+        weight_parts = linear.WeightParts.of_output(
+            self.invariance, spec, split_over(size=self.invariance.feature_parts)
+        )
         return partial(_grouped_product, weight_parts=replace(weight_parts, rows=ROWS_OF_EXPERTS))
 
     def expert_input_product(self, inputs: int, group: Group) -> Callable[..., Tensor]:
         """A product for each part of the input features of each expert."""
-        weight_parts = WeightParts.even(self.invariance, inputs, self.parts_on(group), splits_output=False)
+        weight_parts = linear.WeightParts.even(self.invariance, inputs, self.parts_on(group), splits_output=False)
         return partial(_grouped_product, weight_parts=replace(weight_parts, rows=ROWS_OF_EXPERTS))
 
     def times_probs(self, activated: Tensor, probs: Tensor, group: Group) -> Tensor:
@@ -130,7 +117,7 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
 
     def add_bias(self, x: Tensor, bias: nn.Parameter) -> Tensor:
         """x + bias with an exact gradient of the bias."""
-        return add_bias(x, bias, self.invariance)
+        return linear.add_bias(x, bias, self.invariance)
 
     def normalise(self, norm: Any, x: Tensor) -> Tensor:
         """The norm, with exact gradients of its parameters."""
@@ -140,23 +127,23 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
 
     def lookup(self, tokens: Tensor, weight: nn.Parameter, first: int, ranks: int, *, in_place: bool = False) -> Tensor:
         """Rows of the table, with an exact gradient."""
-        return invariant_lookup(tokens, weight, first, self.invariance)
+        return linear.invariant_lookup(tokens, weight, first, self.invariance)
 
     def lookup_positions(self, positions: Tensor, weight: nn.Parameter, batch: int) -> Tensor:
         """A row for each sequence, because the gradients of all rows are added exactly."""
-        return invariant_lookup(positions.expand(-1, batch), weight, 0, self.invariance)
+        return linear.invariant_lookup(positions.expand(-1, batch), weight, 0, self.invariance)
 
     def loss_sum(self, losses: Tensor) -> Tensor:
         """The exact sum."""
-        return exact_loss_sum(losses, self.invariance.tokens)
+        return exact_sum.exact_loss_sum(losses, self.invariance.tokens)
 
     def sequence_sum(self, losses: Tensor) -> Tensor:
         """The exact sum."""
-        return exact_loss_sum(losses, self.invariance.tokens, BALANCING_UNIT)
+        return exact_sum.exact_loss_sum(losses, self.invariance.tokens, exact_sum.BALANCING_UNIT)
 
     def scale_loss(self, loss: Tensor, factor: Tensor) -> Tensor:
         """The loss itself: a product would round it in another way than its exact sum."""
-        return scale_gradient(loss, factor)
+        return exact_sum.scale_gradient(loss, factor)
 
     def divisor(self, terms: Tensor, scale: float) -> Tensor:
         """The number of terms."""
@@ -190,9 +177,9 @@ class ExactArithmetic(LayerArithmetic, ExpertArithmetic):
         if not bool(largest.isfinite()) or not bool(largest):
             return largest  # inf, nan or 0
         scale = 2.0 ** math.frexp(float(largest))[1]
-        words = exact_squares(gradients, scale).to(device)
+        words = exact_sum.exact_squares(gradients, scale).to(device)
         all_reduce_(words, group)
-        return sum_of_squares(words, scale).sqrt()
+        return exact_sum.sum_of_squares(words, scale).sqrt()
 
 
 def _grouped_product(
@@ -201,10 +188,10 @@ def _grouped_product(
     counts: Sequence[int],
     chunks: Chunks | None = None,
     *,
-    weight_parts: WeightParts,
+    weight_parts: linear.WeightParts,
 ) -> Tensor:
     assert chunks is not None, "tokens have numbers if weights have canonical parts"
-    return invariant_grouped_linear(x, weight, chunks, weight_parts)
+    return linear.invariant_grouped_linear(x, weight, chunks, weight_parts)
 
 
 class _ExactNorm(torch.autograd.Function):
@@ -232,9 +219,9 @@ class _ExactNorm(torch.autograd.Function):
             dtype = wide(x.dtype)
             one = torch.ones_like(norm.weight, dtype=dtype)
             scaled = norm.plain_norm(x.to(dtype), one, None if norm.bias is None else torch.zeros_like(one))
-            add_rows_exactly_(exact_grad_of(norm.weight), scaled.mul_(grad), ctx.terms)
+            exact_sum.add_rows_exactly_(linear.exact_grad_of(norm.weight), scaled.mul_(grad), ctx.terms)
         if needs_bias:
-            add_rows_exactly_(exact_grad_of(norm.bias), grad, ctx.terms)
+            exact_sum.add_rows_exactly_(linear.exact_grad_of(norm.bias), grad, ctx.terms)
         return grad_x, None, None, None, None
 
 

@@ -19,14 +19,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.collectives import (
-    COLLECTIVES,
-    all_gather_flat_,
-    all_reduce_,
-    all_to_all_rows,
-    paired,
-    reduce_scatter_flat_,
-)
+from megatron_core.parallel import collectives
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.tree_sum import tree_sum
 
@@ -83,13 +76,13 @@ def all_reduce_in_tree(x: Tensor, group: Group) -> Tensor:
         return x
     if size == 2:  # the sum of two numbers does not depend on their order
         total = x.clone()
-        all_reduce_(total, group)
+        collectives.all_reduce_(total, group)
         return total
     flat = x.reshape(-1)
     share = -(-flat.numel() // size)
     padded = x.new_zeros(share * size)
     padded[: flat.numel()] = flat
-    all_gather_flat_(padded, _own_sum(padded.view(size, -1), group)[0].clone(), group)
+    collectives.all_gather_flat_(padded, _own_sum(padded.view(size, -1), group)[0].clone(), group)
     return padded[: flat.numel()].view(x.shape)
 
 
@@ -102,7 +95,7 @@ def reduce_scatter_in_tree(x: Tensor, group: Group) -> Tensor:
         return _own_sum(x.reshape(size, -1, *x.shape[1:]), group)[0]
     x = x.contiguous()
     share = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    reduce_scatter_flat_(share, x, group)
+    collectives.reduce_scatter_flat_(share, x, group)
     return share
 
 
@@ -110,17 +103,17 @@ def _own_sum(by_rank: Tensor, group: Group) -> Tensor:
     """``[size, ...]``, the parts for each rank -> ``[1, ...]``, the tree's sum of this rank's part; the messages are
     as large as those of a reduce-scatter."""
     ones = [1] * group.size()
-    return tree_sum(all_to_all_rows(by_rank.contiguous(), ones, ones, group).split(1), Tensor.add_)
+    return tree_sum(collectives.all_to_all_rows(by_rank.contiguous(), ones, ones, group).split(1), Tensor.add_)
 
 
-COLLECTIVES.update(sum_in_tree=all_reduce_in_tree, reduce_scatter_first_in_tree=reduce_scatter_in_tree)
+collectives.COLLECTIVES.update(sum_in_tree=all_reduce_in_tree, reduce_scatter_first_in_tree=reduce_scatter_in_tree)
 
 
 def invariant_reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """``collectives.reduce_from_region`` in the order of the tree."""
-    return paired(x, group, "sum_in_tree", "identity")
+    return collectives.paired(x, group, "sum_in_tree", "identity")
 
 
 def invariant_reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """``collectives.reduce_scatter_to_sequence`` in the order of the tree."""
-    return paired(x, group, "reduce_scatter_first_in_tree", "gather_first")
+    return collectives.paired(x, group, "reduce_scatter_first_in_tree", "gather_first")

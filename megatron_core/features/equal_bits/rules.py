@@ -104,7 +104,7 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"layout_invariant_chunks={chunks} is not a multiple of {needed}, which context_parallel_size={cp} needs"
             f"{' with this model' if needed > 2 * cp else ''}; use --layout-invariant-chunks "
-            f"{_up(chunks, needed)}, the same in all layouts"
+            f"{-(-chunks // needed) * needed}, the same in all layouts"
         )
     lengths = {"seq_length": data.seq_length}
     if (warmup := config.optional("seq_length_warmup")) is not None:
@@ -116,10 +116,6 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
                 f"{name}={length} is not a multiple of layout_invariant_chunks={chunks}; choose a multiple, or fewer "
                 "--layout-invariant-chunks, the same in all layouts"
             )
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def subtree_sizes(num_parts: int) -> list[int]:

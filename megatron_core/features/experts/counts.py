@@ -8,6 +8,8 @@ was queued later.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -60,11 +62,7 @@ class ArrivingCounts:
         return numbers, copied
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """The stream for copies of counts from ``device``."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

@@ -70,7 +70,8 @@ class MoELayer(nn.Module):
                 experts = recomputed(self.shared_experts) if recompute else self.shared_experts
                 shared.append(experts(hidden.view_as(hidden), context))
 
-        own_rows = self._own_rows(hidden.shape[0])
+        length = hidden.shape[0]
+        own_rows = routed_rows(length, self.tp_group) if self._divides else slice(0, length)
         x = hidden.view_as(hidden)  # a node of the graph: its gradient is complete before the shared experts' is added
         if self._divides:
             # Without sequence parallelism all tensor-parallel ranks have all tokens; each routes a slice, so that
@@ -114,9 +115,6 @@ class MoELayer(nn.Module):
     def _divides(self) -> bool:
         """Whether the tensor-parallel ranks have the same tokens and must divide them."""
         return self.tp_group.size() > 1 and not self.sequence_parallel
-
-    def _own_rows(self, length: int) -> slice:
-        return routed_rows(length, self.tp_group) if self._divides else slice(0, length)
 
     def _tokens(self, hidden: Tensor, own_rows: slice, context: SequenceContext) -> Tokens:
         length, batch, _ = hidden.shape

@@ -7,15 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.experts import choice
 from megatron_core.features.experts.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
-from megatron_core.features.experts.choice import (
-    choose_experts,
-    draw_sparsemixer,
-    probabilities,
-    sinkhorn,
-    sinkhorn_probabilities,
-    within_capacity,
-)
 from megatron_core.features.experts.quantile import BalancingBiases, quantile_choice
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.ops.reference import uniform
@@ -111,9 +104,9 @@ class TopKRouter(nn.Module):
         experts = self._choose(logits.detach(), tokens, drawn)
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number + context.repeat, experts)
-        sinkhorn = self.config.moe_router_load_balancing_type.endswith("sinkhorn")
-        choose_by = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
-        probs = (sinkhorn_probabilities if sinkhorn else choose_by)(logits, experts, self.config)
+        by_sinkhorn = self.config.moe_router_load_balancing_type.endswith("sinkhorn")
+        choose_by = partial(choice.probabilities, drawn=None if drawn is None else drawn[..., -1])
+        probs = (choice.sinkhorn_probabilities if by_sinkhorn else choose_by)(logits, experts, self.config)
         within, capacity = self._capacity(experts, probs, tokens)
         # Not in a forward pass without gradients, which has no collector.
         if self.training and torch.is_grad_enabled():
@@ -159,8 +152,8 @@ class TopKRouter(nn.Module):
         if self.qb_beta is not None:
             return self._quantile_choice(logits, tokens, self.qb_beta)
         if drawn is not None:
-            return draw_sparsemixer(logits, drawn[..., :-1], config.moe_sparsemixer_threshold)
-        return choose_experts(logits, self.expert_bias, config)
+            return choice.draw_sparsemixer(logits, drawn[..., :-1], config.moe_sparsemixer_threshold)
+        return choice.choose_experts(logits, self.expert_bias, config)
 
     def _quantile_choice(self, logits: Tensor, tokens: Tokens, bias: Tensor) -> Tensor:
         """Choose by logits and bias, and keep the biases that would balance the whole micro-batch in training."""
@@ -176,7 +169,7 @@ class TopKRouter(nn.Module):
         sequences, local_tokens = self._whole_sequences(logits, tokens)
         by_sequence = self.config.moe_router_load_balancing_type == "seq_sinkhorn"
         groups = sequences.split(1 if by_sequence else sequences.shape[1], dim=1)
-        balanced = torch.cat([sinkhorn(group.flatten(0, 1)).view(group.shape) for group in groups], dim=1)
+        balanced = torch.cat([choice.sinkhorn(group.flatten(0, 1)).view(group.shape) for group in groups], dim=1)
         return balanced.topk(self.config.moe_router_topk).indices[local_tokens]
 
     def _capacity(self, experts: Tensor, probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, int | None]:
@@ -195,7 +188,7 @@ class TopKRouter(nn.Module):
         num_experts = self.config.num_experts or 1
         capacity = math.ceil(sequences.shape[0] * k / num_experts * factor)
         policy = self.config.moe_token_drop_policy
-        within = within_capacity(sequences[..., :k].long(), sequences[..., k:], num_experts, capacity, policy)
+        within = choice.within_capacity(sequences[..., :k].long(), sequences[..., k:], num_experts, capacity, policy)
         within = within.view(*shape[:2], k)
         return within[local], batch // sharing * min(capacity, tokens.most * sharing)
 

@@ -133,7 +133,8 @@ def _quantile_problems(model: MoEConfig, *, layout_invariant: bool) -> Iterator[
     if model.moe_router_score_function == "sparsemixer":
         yield f"moe_router_score_function=sparsemixer and {balance} have their own choices; remove one of them"
     if model.moe_router_topk >= (model.num_experts or 0):
-        k, experts = model.moe_router_topk, model.num_experts
+        k = model.moe_router_topk
+        experts = model.num_experts
         yield f"moe_router_topk={k} must be less than num_experts={experts} with {balance}; give a smaller number"
     if layout_invariant:
         yield f"layout_invariant=True cannot be used with {balance}, whose means are not exact sums; remove one of them"

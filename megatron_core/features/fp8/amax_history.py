@@ -91,7 +91,8 @@ class AmaxHistories:
         steps = self.settings.fp8_amax_history_len
         self._history = torch.zeros(len(self.layers), steps, len(ROLES), device=self.device)
         for layer, history in zip(self.layers.values(), self._history, strict=True):
-            layer.history, layer.known_scales = history, None
+            layer.history = history
+            layer.known_scales = None
 
     def pieces(self) -> Iterator[TensorBox]:
         """The histories as pieces of a checkpoint; every rank with the layer has the complete history."""

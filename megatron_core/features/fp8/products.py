@@ -27,21 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_core.features.fp8.casts import (
-    COLUMNS,
-    E4M3,
-    E5M2,
-    ROWS,
-    WHOLE,
-    Blocks,
-    Quantised,
-    Scales,
-    cast_recording,
-    cast_to_fp8,
-    lost,
-    quantise_orders,
-    scale_of,
-)
+from megatron_core.features.fp8 import casts
 from megatron_core.features.fp8.native_casts import Order, amaxes_of_list
 from megatron_core.features.fp8.scaled_product import add_product_, product
 from megatron_core.features.fp8.settings import BLOCK, SMALL_BLOCK, FP8Config
@@ -88,8 +74,8 @@ class FP8Products(MatrixProducts):
         self.is_delayed = recipe == "delayed"
         self.per_tensor = recipe in ("delayed", "tensorwise")
         self.power_of_two = not self.per_tensor
-        grad_dtype = E5M2 if settings.fp8_format == "hybrid" else E4M3
-        self.dtypes: dict[Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "grad": grad_dtype}
+        grad_dtype = casts.E5M2 if settings.fp8_format == "hybrid" else casts.E4M3
+        self.dtypes: dict[Role, torch.dtype] = {"input": casts.E4M3, "weight": casts.E4M3, "grad": grad_dtype}
         self.history: Tensor | None = None
         """Largest absolute values ``[steps, 3]`` of input, weight and gradient, latest step first; float32, 0 if there
         was none. Set by ``AmaxHistories``; None: scales are computed from the tensor itself."""
@@ -101,7 +87,7 @@ class FP8Products(MatrixProducts):
         """Whether the weight was gathered in FP8, which has already recorded its amax, before rounding."""
         self.keeps_weight = False
         """Whether weights stay equal until this is set again, so that each is quantised once for all micro-batches."""
-        self._kept_weight: dict[int, Quantised] = {}
+        self._kept_weight: dict[int, casts.Quantised] = {}
         self.weight_amax: Tensor | None = None
         """The amax of the weight in this step, if one launch finds those of all layers of ``unit``."""
         self.unit: Mapping[FP8Products, Any] = {}
@@ -128,38 +114,40 @@ class FP8Products(MatrixProducts):
         """Whether weight gradients are computed in FP8."""
         return self.settings.fp8_wgrad and (not self.by_row or self.knows_scales)
 
-    def blocks(self, role: Role, summed: int) -> Blocks:
+    def blocks(self, role: Role, summed: int) -> casts.Blocks:
         """The blocks of a matrix in a product that sums over its dim ``summed``."""
         recipe = self.settings.fp8_recipe
         if self.per_tensor:
-            return ROWS if self.by_row and role != "weight" and not self.knows_scales else WHOLE
+            return casts.ROWS if self.by_row and role != "weight" and not self.knows_scales else casts.WHOLE
         if recipe == "rowwise":
-            return ROWS if summed == 1 else COLUMNS
+            return casts.ROWS if summed == 1 else casts.COLUMNS
         if recipe == "blockwise" and role == "weight":
-            return Blocks(BLOCK, BLOCK)
-        along = Blocks(1, BLOCK if recipe == "blockwise" else SMALL_BLOCK)
+            return casts.Blocks(BLOCK, BLOCK)
+        along = casts.Blocks(1, BLOCK if recipe == "blockwise" else SMALL_BLOCK)
         return along if summed == 1 else along.t()
 
-    def scale_of_amax(self, role: Role, amax: Tensor, blocks: Blocks, *, record: bool = False) -> Tensor:
+    def scale_of_amax(self, role: Role, amax: Tensor, blocks: casts.Blocks, *, record: bool = False) -> Tensor:
         """The scales from the amaxes of the matrix's blocks on this rank, which are modified."""
         self._change_amax(role, record=record)(amax, blocks)
-        if self.knows_scales and blocks == WHOLE:
+        if self.knows_scales and blocks == casts.WHOLE:
             # An amax that is not finite makes the scale NaN: clamping must not hide it.
             return self._scales_of_history(role).scale + (amax * 0.0).float()
-        return scale_of(amax, self.dtypes[role], power_of_two=self.power_of_two)
+        return casts.scale_of(amax, self.dtypes[role], power_of_two=self.power_of_two)
 
-    def _change_amax(self, role: Role, *, record: bool, sequence: Group = ALONE) -> Callable[[Tensor, Blocks], None]:
+    def _change_amax(
+        self, role: Role, *, record: bool, sequence: Group = ALONE
+    ) -> Callable[[Tensor, casts.Blocks], None]:
         """The function that records amaxes and takes their maximum over the ranks that share the matrix.
 
         ``sequence``: more ranks that share its rows.
         """
         rows, columns = self.splits[role]
 
-        def change(amax: Tensor, blocks: Blocks) -> None:
+        def change(amax: Tensor, blocks: casts.Blocks) -> None:
             if record and self.is_delayed and amax.numel():
                 recorded = self._recorded_of(role, amax.device)
                 recorded.copy_(torch.maximum(recorded, amax.amax().to(recorded.dtype)))
-            if self.knows_scales and blocks == WHOLE:
+            if self.knows_scales and blocks == casts.WHOLE:
                 return
             if blocks.rows is None:
                 all_reduce_(amax, rows, maximum=True)
@@ -174,18 +162,18 @@ class FP8Products(MatrixProducts):
             self.recorded = self.recorded.to(device)
         return self.recorded[ROLES.index(role)]
 
-    def _scales_of_history(self, role: Role) -> Scales:
+    def _scales_of_history(self, role: Role) -> casts.Scales:
         if self.known_scales is None:
             assert self.history is not None
             self.known_scales = self.scales_of(self.history)
         scales, inverses = self.known_scales
-        return Scales(scales[ROLES.index(role)], inverses[ROLES.index(role)])
+        return casts.Scales(scales[ROLES.index(role)], inverses[ROLES.index(role)])
 
     def scales_of(self, histories: Tensor) -> tuple[Tensor, Tensor]:
         """Scales ``[..., 3]`` from histories ``[..., steps, 3]``, and their inverses; 1 if all amaxes were 0."""
         past = histories.amax(-2) if self.settings.fp8_amax_compute_algo == "max" else histories[..., 0, :]
         margin = self.settings.fp8_margin
-        by_role = [scale_of(past[..., i], self.dtypes[role], margin=margin) for i, role in enumerate(ROLES)]
+        by_role = [casts.scale_of(past[..., i], self.dtypes[role], margin=margin) for i, role in enumerate(ROLES)]
         scales = torch.stack(by_role, dim=-1)
         scales = torch.where(past > 0, scales, torch.ones_like(scales))
         return scales, scales.reciprocal()
@@ -195,11 +183,11 @@ class FP8Products(MatrixProducts):
         role: Role,
         x: Tensor,
         *sums: int,
-        scales: Scales | None = None,
+        scales: casts.Scales | None = None,
         record: bool = False,
         sequence: Group = ALONE,
         amax: Tensor | None = None,
-    ) -> list[Quantised]:
+    ) -> list[casts.Quantised]:
         """``x`` quantised for each product that sums over a dim of ``sums``, with ``scales`` or its own.
 
         Products need matrices that are contiguous along the summed dim: native kernels write these layouts in one
@@ -208,31 +196,31 @@ class FP8Products(MatrixProducts):
         orders = {ORDERS[summed]: self.blocks(role, summed) for summed in sums}
         dtype = self.dtypes[role]
         record = record and not (role == "weight" and self.weight_is_narrow)
-        quantised: Mapping[Order, Quantised]
+        quantised: Mapping[Order, casts.Quantised]
         with torch.no_grad():
             if scales is not None:
                 quantised = {
-                    order: cast_to_fp8(x, scales, dtype, blocks, order=order, backend=self.backend)
+                    order: casts.cast_to_fp8(x, scales, dtype, blocks, order=order, backend=self.backend)
                     for order, blocks in orders.items()
                 }
-            elif self.knows_scales and set(orders.values()) == {WHOLE}:
+            elif self.knows_scales and set(orders.values()) == {casts.WHOLE}:
                 place = self._recorded_of(role, x.device) if record else None
                 known = self._scales_of_history(role)
-                quantised = cast_recording(x, known, dtype, list(orders), place, backend=self.backend)
+                quantised = casts.cast_recording(x, known, dtype, list(orders), place, backend=self.backend)
             else:
                 groups = (*self.splits[role], sequence)
                 is_changed = (record and self.is_delayed) or any(group.size() > 1 for group in groups)
                 adapt = self._change_amax(role, record=record, sequence=sequence) if is_changed else None
-                quantised = quantise_orders(
+                quantised = casts.quantise_orders(
                     x, dtype, orders, power_of_two=self.power_of_two, backend=self.backend, change_amax=adapt, amax=amax
                 )
             if self.counts is not None:
                 # Statistics are per cast for a product; both orders of one cast have the same numbers or own scales.
                 for numbers in {id(result.scale): result for result in quantised.values()}.values():
-                    self.counts[ROLES.index(role)] += lost(x, numbers)
+                    self.counts[ROLES.index(role)] += casts.lost(x, numbers)
         return [quantised[ORDERS[summed]] for summed in sums]
 
-    def quantised_weight(self, weight: Tensor, *, training: bool) -> dict[int, Quantised]:
+    def quantised_weight(self, weight: Tensor, *, training: bool) -> dict[int, casts.Quantised]:
         """The weight for the product over its dim 1, and for that over dim 0 if it is kept for a whole step."""
         if self._kept_weight:
             return self._kept_weight
@@ -276,7 +264,7 @@ class FP8Products(MatrixProducts):
             gathered, gathering = start_gather_sequence(shard, gather)
             gathering.wait()
             shape = gathered.shape
-            a = Quantised(gathered.view(a.data.dtype).flatten(0, -2), a.scale, a.blocks, a.known_inverse)
+            a = casts.Quantised(gathered.view(a.data.dtype).flatten(0, -2), a.scale, a.blocks, a.known_inverse)
         matrices = self.quantised_weight(weight, training=training)
         y = product(a, matrices[1].t(), weight.dtype, fast_accumulation=True).view(*shape[:-1], len(weight))
         y = reduced_output(y, comm)
@@ -301,13 +289,13 @@ def find_weight_amaxes(unit: Mapping[FP8Products, Any]) -> None:
 class SavedOperands(NamedTuple):
     """Data of the matrices of forward for backward, in addition to the saved input."""
 
-    input_scales: Scales | None
+    input_scales: casts.Scales | None
     """Scales of the saved input, or, if it is not in FP8, scales that do not depend on the summed dim."""
     is_turned: bool
     """Whether the saved input is the transposed matrix in FP8."""
-    weight_scales: Scales | None
+    weight_scales: casts.Scales | None
     """Scales of the weight that do not depend on the summed dim."""
-    weight: Quantised | None
+    weight: casts.Quantised | None
     """The weight for dL/dx, if it is kept."""
 
 
@@ -319,9 +307,9 @@ class FP8Gradients(LinearGradients):
         self.fp8 = fp8
         self.saved = saved
         self._rows = grad_y.reshape(-1, grad_y.shape[-1])
-        self._quantised: dict[int, Quantised] = {}
+        self._quantised: dict[int, casts.Quantised] = {}
 
-    def _grad(self, summed: int) -> Quantised:
+    def _grad(self, summed: int) -> casts.Quantised:
         """dL/dy, quantised once for both products."""
         if summed not in self._quantised:
             is_first = not self._quantised
@@ -349,7 +337,7 @@ class FP8Gradients(LinearGradients):
         add_product_(main_grad, *self._factors(x))
         return None
 
-    def _factors(self, x: Tensor) -> tuple[Quantised, Quantised]:
+    def _factors(self, x: Tensor) -> tuple[casts.Quantised, casts.Quantised]:
         """The factors of dL/dW ``[O, I]``, from the saved ``[..., I]``, its FP8 bytes, or those of ``[I, R]``."""
         scales = self.saved.input_scales
         dtype = self.fp8.dtypes["input"]
@@ -358,4 +346,4 @@ class FP8Gradients(LinearGradients):
             return self._grad(0).t(), quantised
         assert scales is not None, "the input was saved in FP8, with its scales"
         data = x.view(dtype).mT if self.saved.is_turned else x.reshape(-1, x.shape[-1]).view(dtype)
-        return self._grad(0).t(), Quantised(data, scales.scale, self.fp8.blocks("input", 0), scales.inverse)
+        return self._grad(0).t(), casts.Quantised(data, scales.scale, self.fp8.blocks("input", 0), scales.inverse)

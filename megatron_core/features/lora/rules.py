@@ -41,7 +41,9 @@ def tuning_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         if value := config.optional(name):
             yield f"{name}={value} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
     yield from _target_problems(config, world_size)
-    adapts_experts = _adapts_experts(config)
+    adapts_experts = any(
+        tuning.parts_of(path, fused=len(layer.pieces)) for path, layer in _linear_layers(config) if layer.experts
+    )
     if tuning.use_dora and adapts_experts:
         yield (
             "use_dora=True cannot be used with adapters of experts; name only other layers in --lora-target-modules, "
@@ -136,11 +138,3 @@ def _linear_layers(config: RunConfig) -> Iterator[tuple[str, LinearLayer]]:
     for number in range(config.model.num_layers):
         for layer in linear_layers(config.model, ParallelConfig(), number):
             yield f"decoder.layers.{number}.{layer.path}", layer
-
-
-def _adapts_experts(config: RunConfig) -> bool:
-    """Whether a name stands for a linear layer in an expert."""
-    tuning = config.section(TuningConfig)
-    return any(
-        tuning.parts_of(path, fused=len(layer.pieces)) for path, layer in _linear_layers(config) if layer.experts
-    )

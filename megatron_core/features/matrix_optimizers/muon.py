@@ -12,29 +12,11 @@ from megatron_core.features.matrix_optimizers.settings import MatrixOptimizerCon
 from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, fused_matrix, separated
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.sharding import Fused
+from megatron_core.text_file import read_table
 
 Coefficients = tuple[float, float, float]
 
-COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
-    "simple": ((3.4445, -4.7750, 2.0315),),
-    "quintic": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.2051, -22.9019, 16.4607),
-        (4.0664, -2.8612, 0.5184),
-        (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985),
-        (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568),
-        (1.8750, -1.2500, 0.3750),
-    ),
-}
+COEFFICIENTS: dict[str, list[Coefficients]] = read_table(__file__)
 """a, b, c of each iteration ``a x + b x x^T x + c (x x^T)^2 x``. simple: Jordan et al. 2024; quintic:
 leloykun.github.io/ponder/muon-opt-coeffs; polar_express: Amsel et al. 2025 (arXiv 2505.16932), with its safety factor.
 After the last coefficients, polar_express repeats them; the other types start again with the first."""

@@ -8,20 +8,11 @@ from typing import Any
 from megatron_core.datasets.base import PackedSample
 from megatron_core.errors import DataError
 from megatron_core.features.conversations import line_notes as notes
+from megatron_core.features.conversations import schemas
 from megatron_core.features.conversations.build import ConversationData
 from megatron_core.features.conversations.dataset import ConversationDataset, ConversationFile
 from megatron_core.features.conversations.encoder import Message
 from megatron_core.features.conversations.message_keys import check_line, is_learned
-from megatron_core.features.conversations.schemas import (
-    QUESTIONS,
-    Line,
-    asked,
-    history,
-    question_keys,
-    system_keys,
-    turns,
-    with_system,
-)
 
 SIDES = ("chosen", "rejected")
 
@@ -30,7 +21,7 @@ class PreferenceFile(ConversationFile):
     """JSON Lines with ``chosen`` and ``rejected``, and optionally ``prompt`` (trl's formats): lists of messages, or
     texts, of which the prompt is the user's."""
 
-    def __getitem__(self, line: int) -> Line:
+    def __getitem__(self, line: int) -> schemas.Line:
         """A line; DataError if it has no messages, or if its conversations do not answer the same prompt.
 
         As in trl, both answers begin with the first message in which the conversations differ.
@@ -54,28 +45,25 @@ class PreferenceFile(ConversationFile):
         """The two conversations of a line, which end in the chosen and in the rejected answer."""
         check_line(content)
         prompt = self._prompt(content)
-        return [self._side(content, prompt, side) for side in SIDES]
+        answers = (schemas.turns(content, side, "assistant") for side in SIDES)
+        return [[*schemas.with_system(content, [*prompt, *answer])] for answer in answers]
 
     def used_keys(self, content: Mapping[str, Any]) -> set[str]:
         """The keys that ``parsed`` reads."""
         if _has_own_prompt(content):
-            return {*SIDES, *system_keys(content)}
+            return {*SIDES, *schemas.system_keys(content)}
         if content.get("prompt") is not None:
-            return {*SIDES, "prompt", *system_keys(content)}
-        return {*SIDES, *question_keys(content)}
-
-    def _side(self, content: Mapping[str, Any], prompt: list[dict[str, Any]], side: str) -> list[Message]:
-        """The conversation that ends in an answer."""
-        return [*with_system(content, [*prompt, *turns(content, side, "assistant")])]
+            return {*SIDES, "prompt", *schemas.system_keys(content)}
+        return {*SIDES, *schemas.question_keys(content)}
 
     def _prompt(self, content: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The messages before both answers."""
         if _has_own_prompt(content):
             return []
         if content.get("prompt") is not None:
-            return turns(content, "prompt", "user")
-        if any(content.get(name) is not None for name in QUESTIONS):
-            return [*history(content), asked(content)]
+            return schemas.turns(content, "prompt", "user")
+        if any(content.get(name) is not None for name in schemas.QUESTIONS):
+            return [*schemas.history(content), schemas.asked(content)]
         for name in ("messages", "conversations", "input"):
             if content.get(name):
                 raise DataError(f"{name} next to chosen and rejected is not read; write its messages as prompt")
@@ -86,7 +74,7 @@ def _has_own_prompt(content: Mapping[str, Any]) -> bool:
     """Whether chosen and rejected are whole conversations, for which trl ignores a text as prompt."""
     if isinstance(content.get("prompt"), list) or not all(isinstance(content.get(side), list) for side in SIDES):
         return False
-    roles = [message["role"] for message in turns(content, "chosen", "assistant")]
+    roles = [message["role"] for message in schemas.turns(content, "chosen", "assistant")]
     return "user" in roles[:2]
 
 

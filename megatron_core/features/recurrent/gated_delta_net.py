@@ -60,11 +60,6 @@ class GatedDeltaNet(RecurrentLayer):
     def _make_projections(self, context: LayerContext, pieces: tuple[int, ...]) -> None:
         self.in_proj = fused_linear(context, pieces)
 
-    def _projected(self, hidden: Tensor) -> Tensor:
-        """Return this rank's queries, keys, values, gates, rates and decays, ``[s, b, c]``."""
-        mixed, _ = self.in_proj(hidden)
-        return mixed
-
     def _decays(self, x: Tensor) -> Tensor:
         """Logarithms of the decays ``[b, n, heads]``, or ``[b, n, heads, dk]``, from their projections."""
         return -self.A_log.to(x.dtype).exp() * nn.functional.softplus(x + self.dt_bias.to(x.dtype))

@@ -82,6 +82,7 @@ class RecurrentLayer(nn.Module):
     """
 
     recurrence: ClassVar[type[RecurrenceKind]]
+    in_proj: nn.Module
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
@@ -117,7 +118,8 @@ class RecurrentLayer(nn.Module):
 
     def _projected(self, hidden: Tensor) -> Tensor:
         """Return this rank's pieces, ``[s, b, c]``."""
-        raise NotImplementedError
+        mixed, _ = self.in_proj(hidden)
+        return mixed
 
     def _divided(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Divide this rank's pieces, ``[..., c]``, into the input of the convolution and the others."""

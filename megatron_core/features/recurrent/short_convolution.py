@@ -25,10 +25,6 @@ class ShortConvolution(RecurrentLayer):
         super().__init__(context, layer_number)
         self.in_proj = fused_linear(context, self.recurrence(context.config).pieces)
 
-    def _projected(self, hidden: Tensor) -> Tensor:
-        mixed, _ = self.in_proj(hidden)
-        return mixed
-
     def _divided(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         before, after, inputs = mixed.split(self.pieces, dim=-1)
         return before * inputs, after
