@@ -228,21 +228,22 @@ def test_a_package_without_a_feature_or_satellite_trains_saves_and_resumes(name:
     removed_folders = set() if name in IMPORTED else names
     for folder, target in ((PACKAGE, package), (PACKAGE / "features", package / "features")):
         for entry in folder.iterdir():
-            if entry.name not in {*removed_folders, "features", "__pycache__"} and entry not in [
-                PACKAGE / "features" / file for file in ("__init__.py", "list.txt")
-            ]:
+            if (
+                entry.name not in {*removed_folders, "features", "__pycache__"}
+                and entry != PACKAGE / "features" / "__init__.py"
+            ):
                 (target / entry.name).symlink_to(entry)
     listed = (PACKAGE / "features" / "__init__.py").read_text()
-    folders = (PACKAGE / "features" / "list.txt").read_text().split()
     if name in SATELLITES:
         removed = {feature.name for feature in import_module(f"megatron_core.{name}").FEATURES}
         listed = re.sub(rf"    \*{name}\.FEATURES,\n|(?<=import ){name}, |, {name}(?=\n|, )", "", listed)
     else:
         removed = names
-        assert names <= set(folders)
-        folders = [folder for folder in folders if folder not in names]
+        for feature in names:
+            added = re.search(rf"^from megatron_core\.features\.{feature} import (\w+)\n", listed, re.MULTILINE)
+            assert added is not None
+            listed = re.sub(rf"{re.escape(added[0])}|    {added[1]},\n", "", listed)
     (package / "features" / "__init__.py").write_text(listed)
-    (package / "features" / "list.txt").write_text("\n".join(folders))
     values = {"REMOVED": removed, "SETTINGS": TINY, "FOLDER": str(tmp_path / "saved")}
     program = "\n".join([*(f"{key} = {value!r}" for key, value in values.items()), WITHOUT])
     variables = os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}

@@ -4,7 +4,7 @@ from megatron_core.feature import Feature, Shorthand
 from megatron_core.features.presets.depth import read_depth
 from megatron_core.features.presets.published import read_preset
 
-PRESETS = Feature(
+MODEL_PRESETS = Feature(
     name="presets",
     is_used=lambda config: False,  # nothing is left of them in a configuration
     shorthands={
