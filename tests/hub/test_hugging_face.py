@@ -56,7 +56,8 @@ def no_progress_bars() -> None:
 def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     """The same logits, and bytewise equal tensors with the same names after export."""
     save_model(name, tmp_path / "theirs")
-    bound = 5e-6 if name.startswith(RECURRENT) else 2e-6  # states add up rounding errors of float32
+    # States add up rounding errors: transformers' Qwen3-Next in float32 differs by 8.5e-6 from itself in float64.
+    bound = 8.5e-6 if name.startswith(RECURRENT) else 2e-6
     assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < bound
     assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < bound
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
