@@ -144,7 +144,7 @@ def export_deepspeed(
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the model's config.json with --hf-config")
-    settings = read_object(path, CheckpointError, "give the model's config.json", {"architectures": STRINGS})
+    settings = _model_settings(path)
     checkpoint = read_deepspeed_checkpoint(source, tag)
     dtype = dtype or torch.float32
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.shared}
@@ -166,6 +166,10 @@ def _group(checkpoint: DeepSpeedCheckpoint, name: str, shape: tuple[int, ...], d
     if buffer is not None:
         return [(name, buffer.dtype, shape)], lambda: [buffer]
     return [(name, dtype, shape)], lambda: [checkpoint.weight(name).to(dtype)]
+
+
+def _model_settings(path: Path) -> dict[str, Any]:
+    return read_object(path, CheckpointError, "give the model's config.json", {"architectures": STRINGS})
 
 
 def _check_model(

@@ -165,7 +165,6 @@ def take_step(
     groups = [(group["loss"][0] / group["divisor"][0], group["norm"][0]) for group in by_group]
     loss, norm = (_mean(column) for column in zip(*groups, strict=True))
     means = [auxiliary.means(group["auxiliary"]) for group in by_group]
-    choices = torch.tensor(totals["load"], dtype=torch.float64).view(load.shape).round().long().tolist()
     # Update the weights, unless the step is skipped, which all groups that have reported decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
     # Each group clips by the norm of its own gradients. There is one row if this group does not hear the others.
@@ -179,7 +178,7 @@ def take_step(
         stop=totals["stop"][0] > 0.0 and not alone,
         auxiliary_losses={name: _mean([group[name] for group in means]) for name in means[0]},
         statistics=[value / len(groups) for value in totals["statistics"]],
-        expert_load=dict(zip(auxiliary.counting_layers[0], choices, strict=True)),
+        expert_load=dict(zip(auxiliary.counting_layers[0], _in_rows(totals["load"], load.shape[1]), strict=True)),
         groups=groups if len(groups) > 1 else (),
     )
 
@@ -316,3 +315,8 @@ def _by_name(row: Sequence[float], lengths: Mapping[str, int]) -> dict[str, list
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
+
+
+def _in_rows(numbers: list[float], length: int) -> list[list[int]]:
+    """Round ``numbers`` to integers and split them into rows of ``length``."""
+    return [[round(number) for number in numbers[start : start + length]] for start in range(0, len(numbers), length)]

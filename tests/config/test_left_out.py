@@ -22,7 +22,7 @@ SCHEDULES = """
 @pytest.mark.parametrize("full_size", [False, True])
 def test_every_setting_that_is_reset_is_named(full_size: bool) -> None:
     layout, defaults = Layout(tp=2), RunConfig().flat()
-    for name in small_run().keys() - {*OF_COMPARISON.split(), *SCHEDULES.split()}:
+    for name in small_run().keys() - {*OF_COMPARISON, *SCHEDULES.split()}:
         config = RunConfig.from_flat(MODEL | {name: not defaults[name] if defaults[name] in (True, False) else "a"})
         small = at_full_size(config, 32) if full_size else shrunk(config, [layout])
         assert name in not_compared(Task(small, [layout]), config, "float64"), name

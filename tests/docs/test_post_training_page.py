@@ -73,6 +73,6 @@ def test_every_objective_is_on_the_page() -> None:
     text = PAGE.read_text()
     functions = {name: value for name, value in vars(objectives).items() if not name.startswith("_")}
     makes = {name: getattr(function, "__annotations__", {}).get("return") for name, function in functions.items()}
-    names = [name for name, result in makes.items() if result == "TokenObjective"]
+    names = [name for name, result in makes.items() if result is objectives.TokenObjective]
     assert len(names) >= 11
     assert all(f"| `{name}(" in text for name in names)

@@ -167,7 +167,8 @@ NOT_DRAWN: dict[str, str] = {
         initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
     "results of Megatron-LM, two of which depend on the micro-batches: tests/plain": """
         calculate_per_token_loss moe_capacity_per positions_as_matrices""",
-    "a row of tests/parity and one of tests/plain have it": "zero3_param_persistence_threshold",
+    "rows of tests/parity and tests/plain have it": """
+        zero3_param_persistence_threshold moe_router_quantile_balancing_ema""",
     "a model without losses of the next token: tests/post_training/test_critics.py": "value_head",
     "reports": """
         log_interval log_format log_max_attention_logit quiet metrics_file progress trace_pipeline peak_tflops
