@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.defects.plant import planted
+from tests.defects.source import function_of
 
 TESTS = Path(__file__).resolve().parents[1]
 TARGET = re.compile(r"[\w.]+:[\w.]+")
@@ -44,6 +46,30 @@ def test_every_fragment_is_found() -> None:
                 pass
         except (AssertionError, AttributeError, ImportError, SyntaxError) as error:
             faults.append(f"{name}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+def _targets() -> Iterator[tuple[Path, str]]:
+    """The text of each function of the package, such as "optimizer.clip:clip_factor", in a test."""
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and TARGET.fullmatch(text) and not text.endswith("."):
+                module = TESTS.parent.joinpath("megatron_core", *text.partition(":")[0].split("."))
+                if module.with_suffix(".py").is_file():
+                    yield path, text
+
+
+def test_every_function_exists() -> None:
+    """Also of defects that only long tests plant."""
+    targets = list(_targets())
+    assert len(targets) > 300
+    faults = []
+    for path, target in targets:
+        try:
+            function_of(target)
+        except (AttributeError, ImportError) as error:
+            faults.append(f"{path.relative_to(TESTS)} {target}: {error}")
     assert not faults, "\n".join(faults)
 
 

@@ -186,7 +186,7 @@ def test_all_graphs_are_captured_after_one_wait_between_steps() -> None:
             assert list(waits.values()) == [1] and "cuda_graphs" in next(iter(waits))
 
 
-PLACE, SWITCH = "pipeline_parallel.executor:Executor._run_action", "METER.switch(PHASES[action.kind], action)"
+PLACE, SWITCH = "pipeline_parallel.executor:Executor.run_action", "METER.switch(PHASES[action.kind], action)"
 
 
 @pytest.mark.every_case

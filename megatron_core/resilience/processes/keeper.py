@@ -127,19 +127,21 @@ class _Answers(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        while line := self.rfile.readline(LONGEST):
-            try:
-                request = json.loads(line)
-            except ValueError:
-                return
-            word = str(request.get("word")) if isinstance(request, dict) else ""
-            if not hmac.compare_digest(word.encode(errors="replace"), self.server.word.encode()):
-                return
-            try:
-                for piece in self.server.answer(request["what"], Copy(*request["copy"]), request):
-                    self.wfile.write(piece)
-            except KeyError:
-                self.wfile.write(b'{"found": false}\n')
+        # A killed reader resets its connection; this rank has not failed.
+        with suppress(ConnectionError):
+            while line := self.rfile.readline(LONGEST):
+                try:
+                    request = json.loads(line)
+                except ValueError:
+                    return
+                word = str(request.get("word")) if isinstance(request, dict) else ""
+                if not hmac.compare_digest(word.encode(errors="replace"), self.server.word.encode()):
+                    return
+                try:
+                    for piece in self.server.answer(request["what"], Copy(*request["copy"]), request):
+                        self.wfile.write(piece)
+                except KeyError:
+                    self.wfile.write(b'{"found": false}\n')
 
 
 class _Server(socketserver.ThreadingTCPServer):
