@@ -168,6 +168,21 @@ def test_arguments_have_megatrons_values(flags: str, values: dict[str, Any], mon
     assert config.optional("moe_router_load_balancing_type") == ("aux_loss" if is_sparse else "seq_aux_loss")
 
 
+@pytest.mark.parametrize(
+    ("flags", "groups"),
+    [
+        ("--group-query-attention --num-query-groups 1", 1),
+        ("--group-query-attention --num-query-groups 2", 2),
+        ("", None),
+    ],
+)
+def test_groups_of_queries_are_those_of_the_program(
+    flags: str, groups: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "--num-layers", "2", "--num-attention-heads", "4", *flags.split()])
+    assert run_config_of(parse_args()).model.num_query_groups == groups
+
+
 def test_values_without_a_declared_type_are_numbers_if_they_can_be() -> None:
     parser = ArgumentParser()
     ArgumentGroupFactory(ValidationConfig).build_group(parser)

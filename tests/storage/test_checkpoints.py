@@ -108,7 +108,7 @@ def test_the_manifest_completes_a_checkpoint(save: str, monkeypatch: pytest.Monk
     run = tiny_run(train_iters=3, save=save, load=save)
     monkeypatch.setattr(StorageWriter, "write", full)
     with pytest.raises(
-        CheckpointError, match=r"write its tensors of a checkpoint: .*ClientError: SlowDown.*iter_0000003"
+        CheckpointError, match=r"write its tensors of a checkpoint to .*ClientError: SlowDown.*iter_0000003"
     ):
         train(run, [])
     assert [name for name in names(save) if not name.endswith(".jsonl")] == [

@@ -28,6 +28,8 @@ def run_config_of(args: Namespace) -> RunConfig:
     own = RunConfig().flat()
     for name, default in (OTHER_DEFAULTS | SHOWN_DEFAULTS).items():
         is_unused = name in SHOWN_DEFAULTS or (name.startswith("moe_") and settings.get("num_experts") is None)
+        # One group of queries is a choice with --group-query-attention, and the default without.
+        is_unused &= name != "num_query_groups" or not getattr(args, "group_query_attention", False)
         if is_unused and settings.get(name, own[name]) == default:
             settings[name] = own[name]
     return RunConfig.from_flat(settings)
