@@ -10,7 +10,7 @@ Needs pip install starlette uvicorn h11 pydantic protobuf, or the extra "server"
 
 from __future__ import annotations
 
-from megatron_core.commands.start import start
+from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
     start("post_train")
@@ -20,7 +20,9 @@ import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from megatron_core.command import program
 from megatron_core.commands.serve import LOOPBACK_NAMES, is_loopback, listen, run_server, stop_between_steps
+from megatron_core.config.cli import parse_command_line
 from megatron_core.config.flags import grouped, plain, to_flag
 from megatron_core.errors import ConfigError
 from megatron_core.terminal import parse_flags
@@ -104,9 +106,19 @@ def main() -> None:
     """Parse the flags, run and exit."""
     if sys.argv[1:2] in (["--help"], ["-h"]):
         parse_flags(PostTrainFlags, description=__doc__)
-    from megatron_core.parallel import run_job  # loads torch, which --help does not need
+    # A process without a launcher refuses wrong flags before it loads torch. The ranks of a job report one error
+    # together, for which they need the job.
+    if "WORLD_SIZE" not in os.environ and (status := status_of(_check_flags)):
+        sys.exit(status)
+    from megatron_core.parallel import run_job
 
     run_job(_job)
+
+
+def _check_flags() -> None:
+    own_words, words = _split(sys.argv[1:])
+    parse_flags(PostTrainFlags, args=own_words)
+    parse_command_line(words, prog=program())
 
 
 def _job(world: World) -> None:

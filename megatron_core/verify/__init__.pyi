@@ -17,7 +17,7 @@ from .parity import Row as Row
 from .parity import check_parity as check_parity
 from .programs import Comparison as Comparison
 from .programs import compare as compare
-from .ranks import RankFailure as RankFailure
+from .rank_failure import RankFailure as RankFailure
 from .ranks import run_ranks as run_ranks
 from .ranks import this_world as this_world
 from .shrink import shrunk as shrunk

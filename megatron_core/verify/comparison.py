@@ -8,6 +8,7 @@ from itertools import combinations, product
 from random import Random
 
 from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_core.config.rules_single import missing_modes
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import check, problems
@@ -108,11 +109,22 @@ def without_switches(config: RunConfig) -> RunConfig:
 def configured(
     config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
 ) -> RunConfig:
-    """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
-    precision: dict[str, object] = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
-    if not precision["bf16"]:  # the residual stream and the main weights have the dtype of the weights
-        precision |= {"fp32_residual_connection": False, "main_params_dtype": "fp32"}
-    return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
+    """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express.
+
+    Settings that the layout or the dtype cannot use, such as ``zero3_keep_after_forward`` in a layout without ZeRO 3,
+    have their defaults.
+    """
+    replaced: dict[str, object] = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    if not replaced["bf16"]:  # the residual stream and the main weights have the dtype of the weights
+        replaced |= {"fp32_residual_connection": False, "main_params_dtype": "fp32"}
+    if layout.cp == 1:
+        replaced["hierarchical_context_parallel_sizes"] = None
+    chosen = RunConfig.from_flat(config.flat() | layout.settings() | replaced | dict(own_settings or {}))
+    defaults = RunConfig().flat()
+    candidates = [name for name, value in chosen.flat().items() if value != defaults[name]]
+    # What the flags' own run cannot use remains, and is reported as an error.
+    idle = missing_modes(chosen, candidates).keys() - missing_modes(config, candidates).keys()
+    return RunConfig.from_flat(chosen.flat() | {name: defaults[name] for name in idle}) if idle else chosen
 
 
 def require_legal(task: Task, dtype: str) -> None:

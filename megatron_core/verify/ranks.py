@@ -24,14 +24,11 @@ from megatron_core.parallel import World
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.launch import join
 from megatron_core.planner.layout import Layout
+from megatron_core.verify.rank_failure import RankFailure
 
 DIVIDED = 64
 """Ranks of a simulated world from which on it is divided over processes."""
 MOST_PROCESSES = 16
-
-
-class RankFailure(MegatronError):
-    """A rank raised, exited or timed out; the message contains the traceback of the first failed rank."""
 
 
 @dataclass(frozen=True)

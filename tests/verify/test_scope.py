@@ -35,8 +35,9 @@ def test_no_setting_of_a_drawn_run_is_left_out_in_silence(number: int) -> None:
     try:
         task = task_of(config, LayoutOptions(layouts=("dp2",)))
     except ConfigError as error:
-        # Some models have no reference for this layout, which the error says.
-        assert "cannot be compared" in str(error)
+        # Some models have no reference for this layout, and without ZeRO 3 this overlap needs the other dispatcher.
+        reasons = "cannot be compared", "choose alltoall or remove --overlap-moe-expert-parallel-comm"
+        assert any(reason in str(error) for reason in reasons), error
         return
     words = Layout().settings().keys() - OF_STAGES.keys()
     listed = task.changed.keys() | task.not_compared.keys() | words
