@@ -25,7 +25,7 @@ def whole(low: int = 0, high: int = LARGEST_WHOLE) -> Check:
     return lambda value: type(value) is int and low <= value <= high
 
 
-def real(low: float = 0.0, high: float = 1e24) -> Check:
+def numeric(low: float = 0.0, high: float = 1e24) -> Check:
     """A number from ``low`` to ``high``, not NaN."""
     return lambda value: type(value) in (int, float) and low <= value <= high
 
@@ -92,7 +92,7 @@ def integer(least: int, most: int) -> KeyType:
 
 def _number(value: Any) -> float:
     """``value`` as a float; NaN unless it is a number in the range of float32."""
-    return float(value) if real(-3e38, 3e38)(value) else math.nan
+    return float(value) if numeric(-3e38, 3e38)(value) else math.nan
 
 
 # No model is larger than these bounds; without them, sizes in bytes overflow.

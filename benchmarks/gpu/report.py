@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from benchmarks.gpu.stages import ROOT
 from megatron_core.errors import DataError
-from megatron_core.foreign_json import flag, items, maybe, real, text, wrong
+from megatron_core.foreign_json import flag, items, maybe, numeric, text, wrong
 from megatron_core.reports.page import BLOCKS, chart, html_table, page
 
 STATUSES = ("ok", "failed", "skipped")
@@ -23,16 +23,16 @@ RECORD = {
     "device": lambda value: value in ("cuda", "cpu"),
     "started": text,
     "finished": flag,
-    "seconds": real(),
-    "budget_seconds": real(),
+    "seconds": numeric(),
+    "budget_seconds": numeric(),
     "stages": items(lambda value: isinstance(value, dict) and not wrong_stage(value)),
 }
 TRAINED = ("mode", "largest relative difference", "bound", "within")
 STAGE = {
     "name": text,
     "status": lambda value: value in STATUSES,
-    "seconds": real(),
-    "limit_seconds": real(),
+    "seconds": numeric(),
+    "limit_seconds": numeric(),
     "command": items(text),
     "reason": maybe(text),
     "figures": lambda value: isinstance(value, dict),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.errors import ConfigError, quoted
-from megatron_core.foreign_json import Check, items, real, whole
+from megatron_core.foreign_json import Check, items, numeric, whole
 from megatron_core.launcher import read_integer
 
 HIGHLY_COMPOSITE = (
@@ -27,7 +27,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "max_train_batch_size": (whole(1, 2**31), "an integer from 1 to 2^31"),
     "micro_batch_sizes": (items(whole(1)), "a list of integers >= 1"),
     **dict.fromkeys(("min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size"), POSITIVE),
-    "min_time": (real(), "a number >= 0"),
+    "min_time": (numeric(), "a number >= 0"),
     "version": (lambda value: str(value) in ("0.1", "0.2"), "0.1 or 0.2"),
 }
 

@@ -38,7 +38,7 @@ from megatron_core.any_model.module import (
 )
 from megatron_core.any_model.optimizer import EngineOptimizer, settings_from, settings_of_class
 from megatron_core.any_model.pipeline import PipelineEngine
-from megatron_core.any_model.tensor import check_plan, split_model
+from megatron_core.any_model.tensor import check_tensor_plan, split_model
 from megatron_core.any_model.tensor_heads import Heads, check_heads
 from megatron_core.any_model.tensor_plan import Plan, check_plan_type
 from megatron_core.config import RunConfig
@@ -180,7 +180,7 @@ def parallelize(
     if tensor > 1:
         split_model(model, groups.group("tp"), plan=plan, heads=heads)
     elif plan is not None:
-        check_plan(model, groups.group("tp"), plan)
+        check_tensor_plan(model, groups.group("tp"), plan)
     if expert > 1:
         split_experts(model, groups, world.device)
     return model

@@ -22,7 +22,7 @@ from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, R
 from megatron_core.config.file import read_config
 from megatron_core.config.run import field_types, names_in_any_model
 from megatron_core.config.validate import check, without_data
-from megatron_core.config.values import convert, describe, perhaps
+from megatron_core.config.values import convert, describe_type, perhaps
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.context_parallelism.settings import ContextParallelConfig
 from megatron_core.features.experts.settings import MoEConfig
@@ -85,7 +85,7 @@ def _check_types(settings: RunConfig) -> None:
         except (TypeError, ValueError, OverflowError):
             fits = False
         if not fits:
-            faults.append(f"{name}={value!r} does not fit; legal: {describe(kinds[name])}")
+            faults.append(f"{name}={value!r} does not fit; legal: {describe_type(kinds[name])}")
     if faults:
         raise ConfigError(f"config: {'; '.join(faults)}")
 
@@ -104,7 +104,7 @@ def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
         try:
             values[name] = convert(value, kinds[name])
         except (TypeError, ValueError, OverflowError):
-            faults.append(f"{name}={value!r} does not fit; legal: {describe(kinds[name])}")
+            faults.append(f"{name}={value!r} does not fit; legal: {describe_type(kinds[name])}")
     if faults:
         raise ConfigError(f"config: {'; '.join(faults)}")
     return RunConfig.from_flat(values)

@@ -14,7 +14,7 @@ from megatron_core.monitor.sinks import LenientSink, SinkContext, build_sinks, m
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.meter import PROCESS_BEGAN, unix_time
 from megatron_core.reports.goodput import Goodput
-from megatron_core.reports.measurements import Sampling
+from megatron_core.reports.measurements import TransferSampling
 from megatron_core.reports.meter import METER, StepTimes
 from megatron_core.reports.metrics import RankWriter
 from megatron_core.training.state import TrainState
@@ -89,7 +89,7 @@ class StepMonitor:
         if path is not None and self._config.value("record_times"):
             self._writer = RankWriter(Path(path), rank, about)
         self._goodput.add({"kind": "start", **about})
-        METER.start(self._groups, self._world.device, Sampling() if self._world.device.type == "cuda" else None)
+        METER.start(self._groups, self._world.device, TransferSampling() if self._world.device.type == "cuda" else None)
         self._began = time.perf_counter()
         atexit.register(self.close)
 

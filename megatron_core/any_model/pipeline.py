@@ -26,7 +26,7 @@ from megatron_core.any_model.monitoring import StepReport
 from megatron_core.any_model.optimizer import Groups, check_trained, groups_of
 from megatron_core.any_model.prepare import Choices, Prepared, compile_units, equalize_and_split
 from megatron_core.any_model.stages import Staged, equalize, mark_tied, tied_sets
-from megatron_core.any_model.tensor import check_plan, split_model
+from megatron_core.any_model.tensor import check_tensor_plan, split_model
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
 from megatron_core.features.compilation.settings import CompilationConfig
@@ -161,7 +161,7 @@ class PipelineEngine(Engine):
             built = dict(module.named_modules())
             own_plan = {name: style for name, style in plan.items() if name in built}
             if groups.size("tp") == 1:
-                check_plan(module, groups.group("tp"), own_plan)
+                check_tensor_plan(module, groups.group("tp"), own_plan)
             else:
                 split_model(module, groups.group("tp"), plan=own_plan)
                 torch.manual_seed(config.training.seed + groups.index("dp"))

@@ -92,7 +92,7 @@ def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, hea
     attributes.tensor_parallel_size = group.size()
 
 
-def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
+def check_tensor_plan(model: nn.Module, group: Group, plan: Plan) -> None:
     """Check ``plan`` as ``split_model`` does, also for a ``group`` of one rank, and split nothing."""
     _Splitting(model, group, plan, None).choose()
 

@@ -282,13 +282,13 @@ def restore_replaced(save: Path) -> None:
     also while a run saves: the first rename succeeds, and the save repeats its own.
     """
     for hidden in () if in_storage(save) is not None else save.glob(".iter_*.replaced"):
-        final = shown(hidden)
+        final = final_folder(hidden)
         if final is not None and not os.path.lexists(final) and _is_intact(hidden):
             with suppress(OSError):  # another rank was first, or the folder may only be read
                 hidden.rename(final)
 
 
-def shown(hidden: Path) -> Path | None:
+def final_folder(hidden: Path) -> Path | None:
     """The folder of the iteration to which a hidden folder belongs; None for other folders."""
     match = _HIDDEN.fullmatch(hidden.name)
     return None if match is None else hidden.with_name(match[1])

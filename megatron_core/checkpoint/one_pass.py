@@ -57,7 +57,7 @@ FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, Recursion
 """Errors that a file of any content may cause while it is read."""
 
 
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+def read_tensor_header(path: Path) -> tuple[int, dict[str, Any]]:
     """The offset of the data in a safetensors file, and its header. Errors: ``OSError``, ``ValueError`` if it is
     damaged."""
     length = int.from_bytes(read_part(path, 0, 8), "little")
@@ -141,7 +141,7 @@ class OnePass:
 
     def _offsets(self, file: str) -> list[int]:
         """Offsets of the boxes of ``file``, whose header must agree with the manifest."""
-        data_begin, header = read_header(inside(self._folder, file))
+        data_begin, header = read_tensor_header(inside(self._folder, file))
         metadata = header.get("__metadata__") or {}
         save = (self._manifest.save_id, str(self._manifest.iteration))
         if (metadata.get("save_id"), metadata.get("iteration")) != save:

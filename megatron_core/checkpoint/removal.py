@@ -15,11 +15,11 @@ from megatron_core.checkpoint.folder import (
     DISTRIBUTED_STATE,
     REMAINS,
     complete_iterations,
+    final_folder,
     is_own,
     is_replaceable,
     iteration_folder,
     restore_replaced,
-    shown,
 )
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.errors import CheckpointError
@@ -70,7 +70,7 @@ def give_name(partial: Path, final: Path, is_ours: Callable[[Path], bool] = is_o
     # A killed run may have hidden the checkpoint of this iteration under the name that is discarded next.
     restore_replaced(final.parent)
     replaced = final.with_name(f".{final.name}.replaced")
-    discard(replaced)
+    delete_hidden(replaced)
     for _ in range(_ATTEMPTS):
         if not os.path.lexists(final):
             partial.rename(final)
@@ -117,9 +117,9 @@ def remove(folder: Path) -> None:
     foreign = files_below(folder) - deleted
     if not foreign and in_storage(folder) is None:
         hidden = folder.with_name(f".{folder.name}.removed")
-        discard(hidden)
+        delete_hidden(hidden)
         folder.rename(hidden)
-        discard(hidden)
+        delete_hidden(hidden)
         return
     if foreign:
         with suppress(FileNotFoundError):
@@ -133,7 +133,7 @@ def remove(folder: Path) -> None:
         (folder / REMAINS).write_bytes(b"")
 
 
-def discard(hidden: Path) -> None:
+def delete_hidden(hidden: Path) -> None:
     """Delete a hidden folder of a checkpoint, of a symbolic link only the link itself.
 
     Files of others move to the folder of the iteration, with a note.
@@ -145,7 +145,7 @@ def discard(hidden: Path) -> None:
         return
     deleted = own_files(hidden)
     foreign = files_below(hidden) - deleted
-    final = shown(hidden)
+    final = final_folder(hidden)
     if foreign and final is not None and in_storage(hidden) is None:
         final.mkdir(exist_ok=True)
         if not (final / MANIFEST).exists() and not (final / DISTRIBUTED_STATE).exists():
@@ -193,8 +193,8 @@ def remove_hidden(save: Path) -> None:
     """
     restore_replaced(save)
     for hidden in save.glob(".iter_*"):
-        if shown(hidden) is not None:
-            discard(hidden)
+        if final_folder(hidden) is not None:
+            delete_hidden(hidden)
     for manifest in save.glob(f"iter_*/{REMAINS}"):
         folder = manifest.parent
         # A manifest under this name lists the files of a deletion that did not end.

@@ -24,7 +24,7 @@ from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import iteration_folder, rank_file, refuse_foreign, track
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
-from megatron_core.checkpoint.removal import discard, drop_old, give_name, remove
+from megatron_core.checkpoint.removal import delete_hidden, drop_old, give_name, remove
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import in_storage
 from megatron_core.output_file import make_folder
@@ -82,7 +82,7 @@ class Save:
     def prepare(self, save_id: str = "") -> None:
         """On rank 0, create an empty temporary folder with the save's id, by default a new one."""
         refuse_foreign(str(self.folder), self.folder, self.iteration)
-        discard(self.partial)
+        delete_hidden(self.partial)
         if in_storage(self.folder) is None:
             make_folder(self.folder)
             self.partial.mkdir(parents=True)
@@ -155,7 +155,7 @@ class Save:
         # both before anything is deleted. A crash in between leaves a complete checkpoint that the tracker names.
         before = self._give_name()
         track(self.folder, self.iteration)
-        discard(before)
+        delete_hidden(before)
         for other in self.replaced:
             if other != self.final:
                 remove(other)
@@ -199,9 +199,9 @@ class Save:
     def give_up(self) -> None:
         """On rank 0, delete the incomplete checkpoint; if the storage fails, the next save of the iteration does."""
         with suppress(OSError):
-            discard(self.partial)
+            delete_hidden(self.partial)
             if in_storage(self.folder) is not None and not (self.final / MANIFEST).is_file():
-                discard(self.final)
+                delete_hidden(self.final)
 
 
 def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Path:

@@ -18,7 +18,7 @@ import yaml
 
 import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
 from megatron_core.config import RunConfig
-from megatron_core.config.file import read_settings
+from megatron_core.config.file import read_settings_file
 from megatron_core.config.run import field_types
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import Kind
@@ -145,7 +145,7 @@ def from_yaml(name: str) -> str:
     """The JSON of a YAML file of settings, flat or by section; settings without a key are printed on standard error."""
     from deepspeed.reverse import of_run, to_deepspeed
 
-    translated, left = to_deepspeed(of_run(read_settings(name, flag="--from-yaml")))
+    translated, left = to_deepspeed(of_run(read_settings_file(name, flag="--from-yaml")))
     if left:
         unwritten = ", ".join(f"{setting}={value!r}" for setting, value in left.items())
         print(f"not written, because DeepSpeed's JSON has no key: {unwritten}", file=sys.stderr)

@@ -98,7 +98,7 @@ class DataConfig(Extensible):
     """Merges file of GPT2BPETokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = setting(None, when=c.TIKTOKENIZER, resume=Resume.TOKENS)
     """Regular expression with which TikTokenizer splits text into words; default: v2."""
-    tiktoken_num_special_tokens: int = setting(1000, r.integer(0, 10**6), when=c.TIKTOKENIZER, resume=Resume.TOKENS)
+    tiktoken_num_special_tokens: int = setting(1000, r.integers(0, 10**6), when=c.TIKTOKENIZER, resume=Resume.TOKENS)
     """Number of ids before all others that TikTokenizer reserves for special tokens."""
     vocab_size: int | None = setting(None, r.SIZE, when=ALWAYS, resume=Resume.TOKENS)
     """Vocabulary size; default: the tokenizer's. Required for NullTokenizer and without a tokenizer. TikTokenizer

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_core.config.flags import Spellings, spellings_of_features
 from megatron_core.config.run import RunConfig, field_types, section_types
-from megatron_core.config.values import convert, describe, perhaps
+from megatron_core.config.values import convert, describe_type, perhaps
 from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
 from megatron_core.output_file import Output, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
@@ -54,7 +54,7 @@ def config_and_faults(
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values), faults
 
 
-def read_settings(path: str | Path, *, flag: str = "--config") -> dict[str, Any]:
+def read_settings_file(path: str | Path, *, flag: str = "--config") -> dict[str, Any]:
     """The settings in a file by name; ``flag`` is the setting that names the file.
 
     Errors: one ``ConfigError`` for all faults.
@@ -181,4 +181,6 @@ def _checked(name: str, value: Any, setting_type: Any, path: str) -> Any:
     try:
         return convert(value, setting_type)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}={quoted(value)} in {path} does not fit; legal: {describe(setting_type)}") from None
+        raise ConfigError(
+            f"{name}={quoted(value)} in {path} does not fit; legal: {describe_type(setting_type)}"
+        ) from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_core.config.run import aliases
-from megatron_core.config.values import convert, describe, perhaps
+from megatron_core.config.values import convert, describe_type, perhaps
 from megatron_core.feature import feature_switches, features, load_hook, shorthands
 
 Group = tuple[str, list[str]]
@@ -171,7 +171,7 @@ class Translation:
                 flag, values = f"{flag}={values[0]}", []
         except (TypeError, ValueError, OverflowError):
             many = len(single) > 1 and not _is_list(setting_type)
-            legal = describe(setting_type, "None") + (", one value (in quotes if it has spaces)" if many else "")
+            legal = describe_type(setting_type, "None") + (", one value (in quotes if it has spaces)" if many else "")
             fault = "this cannot be read" if single else "a value is missing"
             self.faults.append(f"{' '.join([flag, *single])}: {fault}; legal: {legal}")
         else:

@@ -92,7 +92,7 @@ def _complete_help(line_class: Any, topic: str, prog: str, defaults: RunConfig) 
             line_class, prog=prog, description=description, args=["--help"], default=default, config=_SHORT_HELP
         )
     complete.seek(0)
-    return shown(complete.read(), topic)
+    return help_about(complete.read(), topic)
 
 
 def _first_screen(line_class: Any, prog: str) -> str:
@@ -161,7 +161,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def shown(complete: str, topic: str) -> str:
+def help_about(complete: str, topic: str) -> str:
     """Return the part of tyro's ``complete`` help about ``topic``.
 
     ``ALL`` is everything, the name of a group its flags; any other word is searched in names and texts of all flags.

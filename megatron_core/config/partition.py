@@ -110,7 +110,7 @@ def layer_runs(sizes: Iterable[int]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
-def describe(stages: list[range], stage_to_rank: tuple[int, ...]) -> str:
+def describe_stages(stages: list[range], stage_to_rank: tuple[int, ...]) -> str:
     """One line per rank: ``pipeline rank 0: embedding, layers 0-2 | layers 6-8``."""
     lines = []
     for rank in sorted(set(stage_to_rank)):

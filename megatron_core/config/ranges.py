@@ -19,7 +19,7 @@ class Range:
     """The fault of a value outside the range, for messages."""
 
 
-def integer(least: int, most: int | None = None) -> Range:
+def integers(least: int, most: int | None = None) -> Range:
     """Integers from ``least`` to ``most``, or without an upper bound."""
     if most is None:
         return Range(f"an integer >= {least}", lambda x: x >= least)
@@ -47,10 +47,10 @@ def _is_date(text: str) -> bool:
     return False
 
 
-COUNT, COUNT_FROM_0 = integer(1), integer(0)
-SIZE = integer(1, 2**31 - 1)
+COUNT, COUNT_FROM_0 = integers(1), integers(0)
+SIZE = integers(1, 2**31 - 1)
 # Far more than any model has: a list or loop of such a length would take very long before it fails.
-SMALL_COUNT, SMALL_COUNT_FROM_0 = integer(1, 2**16), integer(0, 2**16)
+SMALL_COUNT, SMALL_COUNT_FROM_0 = integers(1, 2**16), integers(0, 2**16)
 # Up to the largest number of float32.
 POSITIVE, NON_NEGATIVE = above_0(3e38), from_0(3e38)
 BELOW_1 = Range("a number >= 0 and < 1", lambda x: 0 <= x < 1)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig, RunContext, field_types, section_types, settings
 from megatron_core.config.setting import Condition
-from megatron_core.config.values import describe, fits
+from megatron_core.config.values import describe_type, fits
 
 
 def illegal_values(values: Mapping[str, Any]) -> Iterator[str]:
@@ -19,7 +19,7 @@ def illegal_values(values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         legal = declarations[name].legal
         if name in misfits:
-            yield f"{name}={value!r} does not fit; legal: {describe(types[name], 'None')}"
+            yield f"{name}={value!r} does not fit; legal: {describe_type(types[name], 'None')}"
         elif legal is not None and value is not None and not legal.contains(value):
             yield f"{name}={value!r} {legal.fault}; it must be {legal.words}"
         for text in value if isinstance(value, tuple) else (value,):

@@ -72,16 +72,16 @@ def _convert_plain(value: Any, value_type: type) -> Any:
     return value_type(value)
 
 
-def describe(annotation: Any, nothing: str = "null") -> str:
+def describe_type(annotation: Any, nothing: str = "null") -> str:
     """The legal values of a type, for messages; ``nothing`` stands for None."""
     options = typing.get_args(annotation)
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return " or ".join(nothing if option is type(None) else describe(option) for option in options)
+        return " or ".join(nothing if option is type(None) else describe_type(option) for option in options)
     if typing.get_origin(annotation) is Literal:
         return ", ".join(map(str, options))
     if typing.get_origin(annotation) is tuple:
         if options[-1] is not Ellipsis:
             return f"a list of {len(options)} integers"
         plural = {str: "strings", int: "integers"}.get(options[0])
-        return f"a list of {plural or describe(options[0])}"
+        return f"a list of {plural or describe_type(options[0])}"
     return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[annotation]

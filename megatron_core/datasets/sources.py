@@ -202,10 +202,10 @@ def token_file_content(prefix: str) -> FileContent:
     with index.open("rb") as file:
         _, _, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
     size = tokens.stat().st_size
-    return entries - 1, sequences, size // DType.size(code), content_hash(index), _hash_blocks(tokens, size)
+    return entries - 1, sequences, size // DType.size(code), file_hash(index), _hash_blocks(tokens, size)
 
 
-def content_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """The hash of a whole file."""
     digest = xxh3_128()
     with path.open("rb") as file:

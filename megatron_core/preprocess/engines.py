@@ -24,7 +24,7 @@ Finished = Callable[[InputPart | None], None]
 """Called for each part when it is complete, and with None while others are awaited."""
 
 
-class Engine(Protocol):
+class TokenizingEngine(Protocol):
     """Makes parts complete."""
 
     def map(self, shards: Sequence[InputPart], finished: Finished) -> Iterator[InputPart]:
@@ -105,7 +105,7 @@ class PartsInOrder:
         self._done = output.done
         self._progress = JobProgress(self._done + left, self._done + already, settings.log_interval)
         if settings.join_partitions:
-            self._engine: Engine = WrittenParts(self._folder)
+            self._engine: TokenizingEngine = WrittenParts(self._folder)
         else:
             self._engine = RayParts(settings, limits, worker, self._folder)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.config.partition import describe
+from megatron_core.config.partition import describe_stages
 from megatron_core.config.validate import check, without_data
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import LayoutError, MegatronError
@@ -218,7 +218,7 @@ def _shortened(ranks: Sequence[int]) -> str:
 
 
 def _layers(estimate: RankEstimate) -> str:
-    lines = describe(estimate.layers, estimate.plan.stage_to_rank).splitlines()
+    lines = describe_stages(estimate.layers, estimate.plan.stage_to_rank).splitlines()
     return "\n".join(["layers", *(f"  {line}" for line in [*lines, *descriptions(estimate.config)])])
 
 

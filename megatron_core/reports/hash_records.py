@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import DataError, shortened
-from megatron_core.foreign_json import any_real, items, mapping, maybe, real, text, whole, wrong
+from megatron_core.foreign_json import any_real, items, mapping, maybe, numeric, text, whole, wrong
 from megatron_core.monitor.sinks import METRICS, LineFile, as_json
 from megatron_core.reports.metrics import from_json, parsed_lines
 
@@ -148,8 +148,8 @@ class HashWriter:
 _FIELDS = {"iteration": whole()}
 _OPTIONAL = {
     "loss": maybe(any_real), "grad_norm": maybe(any_real), **dict.fromkeys(TENSORS, maybe(text)),
-    "by_tensor": mapping(mapping(text)), "differing_copies": items(text), "hash_seconds": real(),
-    "step_seconds": real(),
+    "by_tensor": mapping(mapping(text)), "differing_copies": items(text), "hash_seconds": numeric(),
+    "step_seconds": numeric(),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from megatron_core.parallel.texts import gather_strings
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.gpu_notes import gpu_state
 from megatron_core.reports.meter import METER, StepTimes
-from megatron_core.reports.metrics import DETAILED, RankWriter, rank_file, read_rank_file
+from megatron_core.reports.metrics import DETAILED, RankWriter, rank_metrics_file, read_rank_file
 from megatron_core.reports.reference_rate import MEASURED, ReferenceRate, measure_product_rate, share_of_cores
 from megatron_core.reports.settings import MeasurementConfig
 from megatron_core.reports.timers import slowest_ranks, timer_lines
@@ -47,7 +47,7 @@ class Measurements(Callback):
         run = self.run
         run.event_fields.append(self.of_step)
         metrics = metrics_path(self.settings, run.config.checkpoint.run_folder)
-        path = None if metrics is None else rank_file(metrics, run.world.rank)
+        path = None if metrics is None else rank_metrics_file(metrics, run.world.rank)
         earlier = read_rank_file(path, []) if path is not None and path.is_file() else []
         for record in earlier:
             self.goodput.add(record)
@@ -60,7 +60,7 @@ class Measurements(Callback):
             self._writer = RankWriter(metrics, run.world.rank, about)
         self.goodput.add({"kind": "start", **about})
         # On a GPU each time of a transfer needs two events, so that transfers are timed in some steps only.
-        METER.start(run.groups, run.world.device, Sampling() if run.world.device.type == "cuda" else None)
+        METER.start(run.groups, run.world.device, TransferSampling() if run.world.device.type == "cuda" else None)
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
         """Record the times of the last step; return fields of its event."""
@@ -207,7 +207,7 @@ SAMPLED_EVERY = 10
 SAMPLED_FIRST = 3
 
 
-class Sampling:
+class TransferSampling:
     """Decides in which intervals of a GPU transfers are timed, and estimates their times in the others."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from megatron_core.config.rules_single import illegal_values
 from megatron_core.config.run import field_types
 from megatron_core.config.values import convert
 from megatron_core.errors import ConfigError, DataError, shortened, visible
-from megatron_core.foreign_json import any_real, flag, items, mapping, maybe, real, table, text, whole, wrong
+from megatron_core.foreign_json import any_real, flag, items, mapping, maybe, numeric, table, text, whole, wrong
 from megatron_core.monitor.sinks import METRICS, LineFile
 from megatron_core.output_file import refuse_url
 
@@ -97,35 +97,35 @@ def from_json(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **{name: float(text) for name, text in odd.items()}}
 
 
-SECONDS = real(0.0, 1e12)
-TRAFFIC = table({"calls": real(), "bytes": real(), "exposed": SECONDS, "in_flight": SECONDS})
-LOAD = table({"tokens": items(whole()), "dropped": whole(), "max_over_mean": real(), "entropy": real(0.0, 1.001)})
+SECONDS = numeric(0.0, 1e12)
+TRAFFIC = table({"calls": numeric(), "bytes": numeric(), "exposed": SECONDS, "in_flight": SECONDS})
+LOAD = table({"tokens": items(whole()), "dropped": whole(), "max_over_mean": numeric(), "entropy": numeric(0.0, 1.001)})
 
 STEP = {
     "iteration": whole(), "total_iterations": whole(), "consumed_samples": whole(), "consumed_tokens": whole(),
-    "loss": any_real, "learning_rate": real(), "global_batch_size": whole(1), "elapsed_ms": real(),
-    "tokens_per_second": real(), "model_flops_per_second": real(),
+    "loss": any_real, "learning_rate": numeric(), "global_batch_size": whole(1), "elapsed_ms": numeric(),
+    "tokens_per_second": numeric(), "model_flops_per_second": numeric(),
 }  # fmt: skip
 STEP_OPTIONAL = {
-    "loss_scale": real(), "grad_norm": maybe(any_real), "params_norm": maybe(any_real),
-    "num_zeros_in_grad": maybe(real()), "memory_bytes": whole(), "skipped": flag, "phases": mapping(SECONDS),
-    "memory": mapping(whole()), "goodput": maybe(real(0.0, 1.0)), "product_rate": maybe(real()),
-    "utilisation": maybe(real()), "layout": maybe(text),
+    "loss_scale": numeric(), "grad_norm": maybe(any_real), "params_norm": maybe(any_real),
+    "num_zeros_in_grad": maybe(numeric()), "memory_bytes": whole(), "skipped": flag, "phases": mapping(SECONDS),
+    "memory": mapping(whole()), "goodput": maybe(numeric(0.0, 1.0)), "product_rate": maybe(numeric()),
+    "utilisation": maybe(numeric()), "layout": maybe(text),
 }  # fmt: skip
 VALIDATION = {"iteration": whole(), "loss": any_real, "split": text}
 VALIDATION_OPTIONAL = {
     "consumed_samples": whole(),
     "consumed_tokens": whole(),
     "perplexity": any_real,
-    "accuracy": maybe(real(0.0, 1.0)),
-    "accuracy_norm": maybe(real(0.0, 1.0)),
+    "accuracy": maybe(numeric(0.0, 1.0)),
+    "accuracy_norm": maybe(numeric(0.0, 1.0)),
 }
 START = {"rank": whole(0, 2**20), "world_size": whole(1, 2**20)}
 TIMES = {
     "first": whole(), "last": whole(), "at": SECONDS, "seconds": SECONDS, "phases": mapping(SECONDS),
     "traffic": mapping(TRAFFIC),
 }  # fmt: skip
-TIMES_OPTIONAL = {"memory": mapping(whole()), "gpu": mapping(real()), "skipped": whole(), "complete": flag}
+TIMES_OPTIONAL = {"memory": mapping(whole()), "gpu": mapping(numeric()), "skipped": whole(), "complete": flag}
 
 
 def wrong_metrics(record: dict[str, Any]) -> list[str]:
@@ -180,8 +180,8 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 START_OPTIONAL = {
     "version": whole(), "coordinates": mapping(whole(0, 2**20)), "host": text, "device": text, "began": SECONDS,
-    "iteration": whole(), "layout": maybe(text), "work": maybe(real()), "memory_total": whole(),
-    "product_rate": maybe(real()), "rate_of": mapping(lambda value: True), "config": _is_config,
+    "iteration": whole(), "layout": maybe(text), "work": maybe(numeric()), "memory_total": whole(),
+    "product_rate": maybe(numeric()), "rate_of": mapping(lambda value: True), "config": _is_config,
     "environment": mapping(lambda value: True),
 }  # fmt: skip
 
@@ -198,7 +198,7 @@ class RankWriter:
     def __init__(self, metrics: Path, rank: int, about: Mapping[str, Any]) -> None:
         """``metrics``: the run's metrics file. ``about``: further fields of the header."""
         first = json.dumps({"kind": "start", "version": VERSION, "rank": rank, **about})
-        self._file = LineFile(rank_file(metrics, rank), "metrics_file", METRICS, first=first, prints_note=False)
+        self._file = LineFile(rank_metrics_file(metrics, rank), "metrics_file", METRICS, first=first, prints_note=False)
 
     def write(
         self,
@@ -250,7 +250,7 @@ class RunRecords:
         return next((line for line in reversed(lines) if line["kind"] == "start"), {})
 
 
-def rank_file(metrics: Path, rank: int) -> Path:
+def rank_metrics_file(metrics: Path, rank: int) -> Path:
     """Path of a rank's file."""
     return metrics.with_suffix(".ranks") / f"rank{rank:05d}.jsonl"
 

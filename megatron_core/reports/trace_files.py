@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.features.pipeline_schedules.plan_file import parse_turn
-from megatron_core.foreign_json import items, real, text, whole, wrong
+from megatron_core.foreign_json import items, numeric, text, whole, wrong
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.planner.simulate import StageCosts, Timeline, TransferSpan
 from megatron_core.schedules.actions import Action, format_turn, plan_of_turns
@@ -123,14 +123,14 @@ class TraceWriter:
 
 def _is_named(value: Any) -> bool:
     """Whether ``value`` is a list of the name of a turn or transfer, start, end and time of waiting."""
-    return isinstance(value, list) and len(value) == 4 and text(value[0]) and all(map(real(-1e12, 1e12), value[1:]))
+    return isinstance(value, list) and len(value) == 4 and text(value[0]) and all(map(numeric(-1e12, 1e12), value[1:]))
 
 
 _HEADER = {
     "rank": whole(), "pipeline": items(whole(0, 2**20)), "schedule": text, "stage_to_rank": items(whole(0, 2**20)),
     "host": text,
 }  # fmt: skip
-_ENTRY = {"step": whole(), "began": real(-1e12, 1e12), "actions": items(_is_named)}
+_ENTRY = {"step": whole(), "began": numeric(-1e12, 1e12), "actions": items(_is_named)}
 _TRANSFERS = {"transfers": lambda value: value == [] or items(_is_named)(value)}
 
 

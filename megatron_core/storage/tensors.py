@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
-from megatron_core.checkpoint.one_pass import read_header
+from megatron_core.checkpoint.one_pass import read_tensor_header
 from megatron_core.locations import ObjectPath
 
 
@@ -20,7 +20,7 @@ class TensorsInStorage:
 
     def __init__(self, path: ObjectPath) -> None:
         self.path = path
-        self._begin, self._header = read_header(cast(Path, path))
+        self._begin, self._header = read_tensor_header(cast(Path, path))
 
     def metadata(self) -> dict[str, str] | None:
         """The texts stored with the tensors."""

@@ -156,7 +156,7 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     return changes
 
 
-def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
+def differing_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Describe the other differences from the resumed run that change the numerical results.
 
     A vocabulary without a size has that of the tokenizer, and the shapes of the weights are compared with it.

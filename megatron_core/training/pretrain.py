@@ -12,7 +12,7 @@ from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.checkpoint.state_reader import StateReader
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import CommandLine, note_unread_flags, parse_command_line
-from megatron_core.config.partition import describe
+from megatron_core.config.partition import describe_stages
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, wrapped
@@ -161,7 +161,7 @@ def introduce(run: Run) -> None:
     where = f"layout {run.layout} on {run.world.size} ranks" if run.world.size > 1 else run.layout
     spare = f", and {run.world.spares} spare" if run.world.spares else ""
     print(f"{where}{spare} ({run.world.device.type}); {counted:,} parameters on rank 0")
-    print(describe(run.layers, run.plans.stage_to_rank))
+    print(describe_stages(run.layers, run.plans.stage_to_rank))
     print(f"kernels: {kernels(run)}")
     for line in descriptions(run.config):
         print(line)

@@ -22,10 +22,10 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.compatibility import (
     CPU,
-    changed_settings,
     check_features,
     check_same_model,
     check_state,
+    differing_settings,
     format_to_resume,
     moved_end,
     refuse_other_formats,
@@ -155,7 +155,7 @@ def open_checkpoint(
                 f"optimizer={config.optimizer.optimizer}, but {reader.folder} has the state of --optimizer "
                 f"{stored_name}; use this optimizer, or load only the weights with --no-load-optim"
             )
-        if changed := changed_settings(stored, config):
+        if changed := differing_settings(stored, config):
             note(f"results will differ from the resumed run: {'; '.join(changed)}")
         if moved := moved_end(stored, config):
             note(moved)

@@ -222,7 +222,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
 
 def _check_prefix(file: Path) -> None:
     """ConfigError for merges without the prefix of continued words; tokenizers 0.23 aborts the process on them."""
-    model = read_object(file).get("model")
+    model = read_tokenizer_object(file).get("model")
     model = model if isinstance(model, dict) else {}
     prefix = model.get("continuing_subword_prefix")
     merges = model.get("merges")
@@ -250,7 +250,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
     """
     tokens: dict[str, str] = {}
     for path in (folder / name for name in NAME_FILES):
-        content = read_object(path) if path.is_file() else {}
+        content = read_tokenizer_object(path) if path.is_file() else {}
         for key, value in content.items():
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and key.endswith("_token"):
@@ -263,7 +263,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
 def generation_ends(folder: Path) -> list[int]:
     """The ids in ``generation_config.json`` that end a generated text; empty without the file."""
     path = folder / GENERATION_FILE
-    ends = read_object(path).get("eos_token_id") if path.is_file() else None
+    ends = read_tokenizer_object(path).get("eos_token_id") if path.is_file() else None
     if ends is None:
         return []
     ids = ends if isinstance(ends, list) else [ends]
@@ -274,6 +274,6 @@ def generation_ends(folder: Path) -> list[int]:
     return ids
 
 
-def read_object(path: Path) -> dict:
+def read_tokenizer_object(path: Path) -> dict:
     """The object in a JSON file of a tokenizer. Errors: ``ConfigError``."""
     return foreign_json.read_object(path, ConfigError, _REMEDY)

@@ -21,7 +21,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import Box, CheckpointReader, Save, TensorBox, find_checkpoint, save_checkpoint, writer
 from megatron_core.checkpoint.hashes import StoredFile
 from megatron_core.errors import CheckpointError
-from megatron_core.training.compatibility import changed_settings
+from megatron_core.training.compatibility import differing_settings
 from megatron_core.training.pretrain import notes
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.operations import file_operations
@@ -291,8 +291,8 @@ def test_settings_that_lead_to_other_numbers_are_named(
 def test_a_size_of_the_vocabulary_may_be_left_to_the_tokenizer() -> None:
     """A converted checkpoint has the number, the flags only the tokenizer."""
     config = tiny_config(vocab_size=None, tokenizer_type="ByteLevelTokenizer")
-    assert changed_settings(config.flat() | {"vocab_size": 257}, config) == []
-    assert changed_settings(config.flat() | {"clip_grad": 5.0, "vocab_size": 257}, config) == [
+    assert differing_settings(config.flat() | {"vocab_size": 257}, config) == []
+    assert differing_settings(config.flat() | {"clip_grad": 5.0, "vocab_size": 257}, config) == [
         "clip_grad was 5.0 and is 1.0"
     ]
 

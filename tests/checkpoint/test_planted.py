@@ -158,7 +158,7 @@ class Defect:
 DEFECTS = (
     Defect(
         "a replaced checkpoint takes the user's files along",
-        "checkpoint.removal:discard",
+        "checkpoint.removal:delete_hidden",
         "_move(hidden / name, final / name)",
         "(hidden / name).unlink()",
         files_of_the_user_stay,

@@ -39,7 +39,8 @@ def test_settings_that_a_dtype_or_a_layout_replaces_are_named() -> None:
         "zero3_keep_after_forward": True,
     }
     assert "fp32_residual_connection" not in task_of(config, LayoutOptions(all=True, world_size=(2,))).not_compared
-    own = not_compared(Task(config, [Layout(pp=2)], task.not_compared), config, "bfloat16")
+    layout = Layout(pp=2, dp=2, zero_stage=3)
+    own = not_compared(Task(config, [layout], task.not_compared), config, "bfloat16")
     assert own == {}
 
 

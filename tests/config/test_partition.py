@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
-from megatron_core.config.partition import Ends, describe, layers_by_stage, partition, plan_of
+from megatron_core.config.partition import Ends, describe_stages, layers_by_stage, partition, plan_of
 from megatron_core.config.validate import problems
 from megatron_core.errors import LayoutError
 from megatron_core.schedules import TRAINING
@@ -158,16 +158,16 @@ def test_a_layout_for_another_number_of_stages() -> None:
 
 
 def test_description() -> None:
-    assert describe(partition(5, 4), round_robin_stages(2, 2)).splitlines() == [
+    assert describe_stages(partition(5, 4), round_robin_stages(2, 2)).splitlines() == [
         "pipeline rank 0: embedding, layer 0 | layer 3",
         "pipeline rank 1: layers 1-2 | layer 4, output",
     ]
-    assert describe(partition(3, 1), (0,)) == "pipeline rank 0: embedding, layers 0-2, output"
+    assert describe_stages(partition(3, 1), (0,)) == "pipeline rank 0: embedding, layers 0-2, output"
 
 
 def test_description_of_stages_without_layers() -> None:
     stages = [range(0), range(0, 2), range(2, 2), range(2, 2), range(2, 3), range(3, 3)]
-    assert describe(stages, round_robin_stages(3, 2)).splitlines() == [
+    assert describe_stages(stages, round_robin_stages(3, 2)).splitlines() == [
         "pipeline rank 0: embedding | empty stage",
         "pipeline rank 1: layers 0-1 | layer 2",
         "pipeline rank 2: empty stage | output",

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from megatron_core.commands import diagnose, plot_metrics, report
 from megatron_core.monitor.sinks import JsonLinesSink
 from megatron_core.reports.meter import StepTimes, Traffic
-from megatron_core.reports.metrics import RankWriter, rank_file, read_run
+from megatron_core.reports.metrics import RankWriter, rank_metrics_file, read_run
 from tests.monitor.examples import step, validation
 
 VALUES: tuple[Any, ...] = (
@@ -84,7 +84,11 @@ def damaged(line: str, place: tuple[Any, ...], value: Any) -> str:
 def cases(metrics: Path) -> list[tuple[Path, int, tuple[Any, ...], Any]]:
     """Every field of a record of each kind, at the end of its file and elsewhere, with every value."""
     found = []
-    for path, numbers in ((metrics, (0, 3, 4)), (rank_file(metrics, 0), (0, 1, 4)), (rank_file(metrics, 1), (0, 4))):
+    for path, numbers in (
+        (metrics, (0, 3, 4)),
+        (rank_metrics_file(metrics, 0), (0, 1, 4)),
+        (rank_metrics_file(metrics, 1), (0, 4)),
+    ):
         lines = path.read_text().splitlines()
         for number in numbers:
             found += [(path, number, place, value) for place in places(json.loads(lines[number])) for value in VALUES]
@@ -175,7 +179,7 @@ def test_a_damaged_file(
 
 def test_left_out_files_and_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = write_run(tmp_path)
-    path = rank_file(metrics, 1)
+    path = rank_metrics_file(metrics, 1)
     for name in ("rankx.jsonl", "rank.jsonl", "rank-0001.jsonl", "\x1b[31m.jsonl"):
         (path.parent / name).write_text("{}\n")
     path.write_text(path.read_text().replace('"seconds": ', '"seconds": null, "was": '))

@@ -13,7 +13,7 @@ from megatron_core.errors import DataError
 from megatron_core.reports.diagnosis import Change, Diagnosis
 from megatron_core.reports.diagnosis_rules import diagnose
 from megatron_core.reports.meter import Traffic
-from megatron_core.reports.metrics import rank_file, read_run
+from megatron_core.reports.metrics import rank_metrics_file, read_run
 from megatron_core.reports.summary import RunSummary
 from tests.reports.planted import write_run
 
@@ -163,7 +163,7 @@ def test_steps_of_an_earlier_layout_do_not_count(tmp_path: Path) -> None:
     )  # fmt: skip
     alone = RunSummary.of(read_run(later))
     for rank in (0, 1):
-        files = [rank_file(run / "metrics.jsonl", rank) for run in (earlier, later)]
+        files = [rank_metrics_file(run / "metrics.jsonl", rank) for run in (earlier, later)]
         files[1].write_text("".join(file.read_text() for file in files))
     both = RunSummary.of(read_run(later))
     assert both.ranks == alone.ranks and not both.communication()
@@ -177,7 +177,7 @@ def test_a_gain_is_printed_where_one_is_predicted() -> None:
 
 def test_restarts_are_named(tmp_path: Path) -> None:
     write_run(tmp_path, [WORK])
-    path = rank_file(tmp_path / "metrics.jsonl", 0)
+    path = rank_metrics_file(tmp_path / "metrics.jsonl", 0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     later = [lines[0] | {"began": 20.0, "iteration": 3}, *({**line, "at": line["at"] + 20} for line in lines[4:])]
     path.write_text("\n".join(map(json.dumps, lines + later)))

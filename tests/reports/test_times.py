@@ -19,7 +19,7 @@ from megatron_core.reports import measurements
 from megatron_core.reports import metrics as rank_records
 from megatron_core.reports.goodput import Goodput
 from megatron_core.reports.meter import METER, Meter, StepTimes
-from megatron_core.reports.metrics import RankWriter, rank_file, read_run
+from megatron_core.reports.metrics import RankWriter, rank_metrics_file, read_run
 from megatron_core.reports.reference_rate import share_of_cores
 from megatron_core.reports.report import report
 from megatron_core.reports.timers import slowest_ranks, timer_lines
@@ -145,7 +145,7 @@ def _records(folder: Path, ranks: int) -> Path:
 
 def test_records_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     metrics = _records(tmp_path, 1)
-    path = rank_file(metrics, 0)
+    path = rank_metrics_file(metrics, 0)
     path.write_text(path.read_text() + '{"kind": "times", "first": 2, "la')
     found = read_run(tmp_path)
     assert len(found.ranks[0]) == 2

@@ -10,7 +10,7 @@ from megatron_core.config import RunConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.build import Splits, divide_files
 from megatron_core.datasets.paths import Phase, read_paths, split_ranges
-from megatron_core.datasets.sources import FileContent, content_hash
+from megatron_core.datasets.sources import FileContent, file_hash
 from megatron_core.errors import ConfigError
 from megatron_core.features.conversations.chat_template import chat_template_of
 from megatron_core.features.conversations.dataset import ConversationDataset, ConversationFile
@@ -60,7 +60,7 @@ class ConversationData(DataPart):
         """The number of lines and the hash of a file of conversations."""
         with open(path, "rb") as file:
             lines = sum(1 for line in file if line.strip())
-        return lines, 0, 0, "", content_hash(Path(path))
+        return lines, 0, 0, "", file_hash(Path(path))
 
     def _encoder(self, config: RunConfig, tokenizer: Tokenizer | None) -> ConversationTokenizer:
         settings = config.section(ConversationConfig)

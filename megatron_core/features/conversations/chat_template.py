@@ -12,7 +12,7 @@ from megatron_core.features.conversations.template_process import PROCESS
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, template_path
-from megatron_core.vocabularies.hugging_face import named_tokens, read_object
+from megatron_core.vocabularies.hugging_face import named_tokens, read_tokenizer_object
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT = "default"
@@ -180,7 +180,7 @@ def _templates_in_files(folder: Path) -> dict[str, str]:
 
 def _templates_in_config(path: Path) -> dict[str, str]:
     """The templates in a tokenizer_config.json, by name: a text, or a list of objects with name and template."""
-    templates = read_object(path).get("chat_template") if path.is_file() else None
+    templates = read_tokenizer_object(path).get("chat_template") if path.is_file() else None
     if templates is None or isinstance(templates, str):
         return {} if templates is None else {DEFAULT: templates}
     if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):

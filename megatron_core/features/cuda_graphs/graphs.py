@@ -66,7 +66,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class RecordedCall:
+class CapturedCall:
     """A call of a layer's function by the recorded micro-batch."""
 
     function: GraphedFunction
@@ -80,7 +80,7 @@ class StageGraphs:
     def __init__(self, warmups: int) -> None:
         self._warmups = warmups
         self._micro_batches = 0
-        self._calls: list[RecordedCall] = []
+        self._calls: list[CapturedCall] = []
         self._outputs: list[Tensor] = []
         """Outputs of the calls of the micro-batch that is being recorded."""
         self._example: SequenceContext | None = None
@@ -123,7 +123,7 @@ class StageGraphs:
             sources = [
                 addresses.index(x.data_ptr()) if x.data_ptr() in addresses else (x.shape, x.dtype) for x in inputs
             ]
-            self._calls.append(RecordedCall(function, sources))
+            self._calls.append(CapturedCall(function, sources))
             self._outputs.append(output.detach())
         elif is_first:
             self._outputs.append(output.detach())

@@ -31,7 +31,7 @@ class FP8Config(TrainingConfig):
     """Granularity of scales. delayed: one scale per matrix, from previous steps. tensorwise: one per matrix, from its
     values. rowwise: one per row or column along which the product sums. blockwise: one per 128 x 128 elements of a
     weight and per 128 elements of other matrices (DeepSeek-V3). mxfp8: one per 32 elements (OCP)."""
-    fp8_margin: int = setting(0, r.integer(0, 126), needs=DELAYED, is_refinement=True)
+    fp8_margin: int = setting(0, r.integers(0, 126), needs=DELAYED, is_refinement=True)
     """With --fp8-recipe delayed: divide scales by 2 to the power of this, as headroom for growing values."""
     fp8_amax_history_len: int = setting(1, r.SMALL_COUNT, needs=DELAYED, when=LARGEST_AMAX, is_refinement=True)
     """With --fp8-recipe delayed: number of steps in the history of largest absolute values."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, rank_file
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
-from megatron_core.checkpoint.removal import discard, give_name, remove, remove_hidden
+from megatron_core.checkpoint.removal import delete_hidden, give_name, remove, remove_hidden
 from megatron_core.checkpoint.writer import Agree, Save, run_on_all_ranks
 from megatron_core.errors import CheckpointError
 from megatron_core.features.local_copies.hosts import Hosts
@@ -91,4 +91,4 @@ def _write_copy(path: Path, expected: StoredFile, parts: Iterator[Tensor]) -> No
 def _rename(save: Save) -> None:
     before = give_name(save.partial, save.final)
     sync_folder(save.folder)
-    discard(before)
+    delete_hidden(before)

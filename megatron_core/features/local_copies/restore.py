@@ -21,9 +21,9 @@ from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_folder, iteration_of, run_of
 from megatron_core.checkpoint.hashes import damage
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
-from megatron_core.checkpoint.one_pass import read_header
+from megatron_core.checkpoint.one_pass import read_tensor_header
 from megatron_core.checkpoint.reader import CheckpointReader, note
-from megatron_core.checkpoint.removal import discard
+from megatron_core.checkpoint.removal import delete_hidden
 from megatron_core.checkpoint.writer import FAILURES, write_safetensors
 from megatron_core.errors import CheckpointError
 from megatron_core.features.local_copies.hosts import Hosts, find_hosts
@@ -50,7 +50,7 @@ class CopiesReader(CheckpointReader):
         if error == (None, None, None):
             raise_on_all_ranks("", self._device)
             if self._hosts.is_first:
-                discard(self.folder)
+                delete_hidden(self.folder)
 
     def fill_together(self, pieces: Iterable[TensorBox], device: torch.device) -> None:
         """Receive the boxes that ``pieces`` need and that this host lacks, then fill them.
@@ -109,7 +109,7 @@ class CopiesReader(CheckpointReader):
 
 def _starts(path: Path) -> dict[str, int]:
     """Offset of each tensor in a safetensors file."""
-    begin, header = read_header(path)
+    begin, header = read_tensor_header(path)
     return {key: begin + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
 
 
@@ -208,7 +208,7 @@ def _lay_out(loading: Path, manifest: str, local_folder: Path, names: set[str]) 
     """Create the folder that this host loads from and remove older ones; returns the error, or ""."""
     try:
         for left in loading.parent.glob(f".iter_*{LOADING}"):
-            discard(left)
+            delete_hidden(left)
         loading.mkdir()
         (loading / MANIFEST).write_text(manifest)
         for name in names:

@@ -25,7 +25,7 @@ class LocalCopiesConfig(CheckpointConfig):
     """With --non-persistent-ckpt-type local: store copies on other hosts, so that the loss of a host loses no steps."""
     replication_jump: int | None = setting(None, r.COUNT, needs=REPLICATION)
     """Distance in ranks between a rank and the ranks that store its copies; default: the number of ranks of a host."""
-    replication_factor: int = setting(2, r.integer(2), needs=REPLICATION)
+    replication_factor: int = setting(2, r.integers(2), needs=REPLICATION)
     """Number of hosts that store each rank's part of a checkpoint, including its own host."""
 
     @property

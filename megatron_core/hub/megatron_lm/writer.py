@@ -25,7 +25,7 @@ from megatron_core.checkpoint.folder import (
 )
 from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
-from megatron_core.checkpoint.removal import discard, give_name
+from megatron_core.checkpoint.removal import delete_hidden, give_name
 from megatron_core.config import ModelConfig
 from megatron_core.config.layer_settings import LayerBlock
 from megatron_core.errors import CheckpointError
@@ -183,7 +183,7 @@ def write_checkpoint(
 def _prepare(final: Path, partial: Path) -> None:
     if os.path.lexists(final) and not is_replaceable(final, is_own_distributed):
         raise CheckpointError(f"{final} exists and was not written by this program; choose another folder")
-    discard(partial)
+    delete_hidden(partial)
     partial.mkdir(parents=True)
 
 
@@ -261,7 +261,7 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     before = give_name(partial, final, is_own_distributed)
     iteration = str(reader.state["iteration"]).encode()
     replace_file(final.parent / TRACKER, final.parent / f".{TRACKER}", iteration)
-    discard(before)
+    delete_hidden(before)
 
 
 def _empty_states(entries: Mapping[str, Any], *, hybrid: bool) -> Iterator[str]:
