@@ -117,6 +117,7 @@ MODEL: list[tuple[float, Choices]] = [
     (0.15, [LATENT, LATENT | {"q_lora_rank": 12}]),
     (0.3, [{"mtp_num_layers": 1}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5, "mtp_zero_last_input": True}]),
     (0.2, on("mtp_use_repeated_layer")),
+    (0.2, on("mtp_hsm")),
     (0.2, either("mtp_layer_pattern", "*-", "*E", "*")),
     (0.4, on("untie_embeddings_and_output_weights")),
     (0.4, [{"group_query_attention": True, "num_query_groups": groups} for groups in (1, 2)]),
