@@ -17,6 +17,7 @@ from tests.parity.recurrent_rows import (
     LFM2_MOE,
     MAMBA,
     NEMOTRON_H,
+    PRODUCT,
     QWEN3_NEXT,
 )
 from tests.parity.sink_rows import FUSED, GPT_OSS
@@ -102,7 +103,7 @@ MODEL: list[tuple[float, Choices]] = [
             *(DELTA, IN_FOUR, QWEN3_NEXT, KIMI, MAMBA, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_4, LFM2, LFM2_MOE),
             *(MAMBA | LINEAR_HEADS | {"hybrid_layer_pattern": "MG*-", "linear_attention_freq": None},),
             *(DSA, SPARSE, SPARSE | WARMUP, DEEPSEEK_V32, DEEPSEEK_V3, LAYERS, NEMOTRON, GPT_OSS, FUSED, HYBRID),
-            *({"position_embedding_type": "alibi"}, {"position_embedding_type": "alibi"}),
+            *(PRODUCT, {"position_embedding_type": "alibi"}, {"position_embedding_type": "alibi"}),
         ],
     ),
     (0.15, [TOKENS, TOKENS, SFT, SFT | {"sft_packing": "first_fit"}, SFT | {"sft_loss": "all"}]),
