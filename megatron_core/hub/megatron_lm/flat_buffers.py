@@ -45,8 +45,6 @@ _MLP = [
 ]
 _NORMS = ["q_layernorm", "k_layernorm", "kv_layernorm"]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
-
-
 _MIXER = [f"self_attention.{name}" for name in ("conv1d", "dt_bias", "A_log", "D", "in_proj", "norm", "out_proj")]
 _DELTA = ("dt_bias", "A_log", "in_proj", "conv1d", "norm", "out_norm", "out_proj")  # a product or a net has one norm
 _DELTA_NET = [f"self_attention.{name}" for name in _DELTA]
