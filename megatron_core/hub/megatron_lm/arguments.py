@@ -57,6 +57,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         renamed |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
     if not GATED_DELTA_PRODUCTS.isdisjoint(re.findall(r"\w+", str(arguments.get("spec")))):
         renamed["mamba_mixer"] = "gated_delta_product"
+    if "float32" in str(arguments.get("logit_dtype")):
+        renamed["output_logit_dtype"] = "fp32"
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         renamed["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
