@@ -194,6 +194,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     args.max_position_embeddings = config.max_positions
     args.params_dtype = getattr(torch, config.training.compute_dtype)
+    args.logit_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(args.logit_dtype, args.logit_dtype)
     updates_matrices = config.optimizer.kind_of(hidden=True).scalar_optimizer is not None
     args.use_layer_wise_distributed_optimizer = updates_matrices and config.parallel.dp_zero_stage == 1
     chunks = config.parallel.num_chunks(model.num_layers)
