@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ class MultiTokenPredictionBlock(nn.Module):
         super().__init__()
         config = self.model_config = context.config.section(MultiTokenConfig)
         self.tp_group = context.tp_group
-        self.context = context
+        self.new_mixing = partial(HiddenStateMixing, context) if config.mtp_hsm else None
         self.split = context.split
         self.sequence_parallel = context.sequence_parallel
         self.arithmetic = context.parallel.arithmetic
@@ -111,7 +112,7 @@ class MultiTokenPredictionBlock(nn.Module):
         """
         names = mtp_loss_names(self.model_config)
         tokens = labels
-        mixing = HiddenStateMixing(self.context) if self.model_config.mtp_hsm else None
+        mixing = None if self.new_mixing is None else self.new_mixing()
         for depth, name in enumerate(names):
             if self.model_config.mtp_zero_last_input:
                 length = tokens.shape[1] * self.split.cp_size
