@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_core.errors import ConfigError
 from megatron_core.ops.reference import uniform
 from megatron_core.parallel.collectives import gather_from_sequence
 from megatron_core.parallel.initialization import name_seed
@@ -30,7 +31,8 @@ class HiddenStateMixing:
     def input_of(self, depth: int, newest: Tensor, context: SequenceContext) -> Tensor:
         """Return the input of ``depth`` = 0, 1, ...; ``newest``: the output of the depth before, ``[s, b, h]``."""
         positions = context.residual_positions
-        assert positions is not None and context.sample_index is not None, "the model sets both"
+        if positions is None or context.sample_index is None:
+            raise ConfigError("mtp_hsm=True needs sample_index: pass the batch's global sample numbers to forward")
         self.earlier = [self._next_positions(hidden, positions) for hidden in self.earlier]
         mixed = newest
         key = name_seed(self.context.seed, f"mixing:mtp.{depth}")
