@@ -86,6 +86,7 @@ class MegatronOptimizer:
         everything: Any = _AllChunks(buckets, wrappers[0].device, memory)
         overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         self.param_groups = self._groups(everything, overrides)
+        self.chained_optimizers: list[MegatronOptimizer] = [self]
         scale = make_loss_scale(self._own, dtype)
         self.optimizer = _WithState(everything, self._own, current(), scale, param_groups=self.param_groups)
 
