@@ -141,9 +141,18 @@ def stage_activations(
     if has_head:
         size += (of_stream + n) * row
         if not model.fuses_output_layer_with_loss:
-            size += n * tokens * model.head_columns(padded_vocab_size // config.parallel.tensor_model_parallel_size)
+            size += (
+                _logit_size(config)
+                * tokens
+                * model.head_columns(padded_vocab_size // config.parallel.tensor_model_parallel_size)
+            )
         size += (model.added_layers) * _mtp_bytes(config, padded_vocab_size)
     return size
+
+
+def _logit_size(config: RunConfig) -> int:
+    """Bytes of a logit that the loss saves."""
+    return max(_number_size(config), 4 if config.optional("output_logit_dtype") == "fp32" else 0)
 
 
 def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
@@ -156,7 +165,7 @@ def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
     before_last_norm = number_size(config.residual_dtype) / n * row
     size = 4 * row if recomputed else 5 * row + before_last_norm + layer_activations(config, model.num_layers)
     if not model.fuses_output_layer_with_loss:
-        size += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
+        size += _logit_size(config) * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
     return size
 
 

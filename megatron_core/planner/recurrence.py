@@ -75,7 +75,7 @@ class RecurrenceCost:
             sent=(cp - 1) * (transitions + tails),
             sent_back=(cp - 1) * (2 * transitions + tails),
             again=again,
-            steps=block / chunk if transitions else 0.0,
+            steps=block * sizes.updates / chunk if transitions else 0.0,
         )
 
     def seconds(self, hardware: Hardware, ring: GroupBandwidth) -> dict[str, float]:
@@ -103,4 +103,5 @@ def _work(sizes: Any, chunk: float, *, passes_transitions: bool) -> tuple[float,
     columns = value + (key if passes_transitions else 0)  # of states, or of transitions
     pairs = 2 * chunk * (1 + key) if sizes.decay_channels > 1 else 5 * chunk
     products = 2 * heads * (3 * chunk * key + 2 * chunk * value + 3 * key * value)
-    return products, heads * (pairs + 8 * key + 3 * value + 2 * key * columns / chunk)
+    elements = heads * (pairs + 8 * key + 3 * value + 2 * key * columns / chunk)
+    return products * sizes.updates, elements * sizes.updates

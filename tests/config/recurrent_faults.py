@@ -97,6 +97,12 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("mamba_multipliers", "must be finite numbers"),
     ),
+    (
+        HYBRID | {"hybrid_layer_pattern": "H*", "mamba_mixer": "gated_delta_product"},
+        1,
+        ("mamba_mixer=gated_delta_product", "layers H have Mamba-2 mixers"),
+    ),
+    (HYBRID | {"mamba_mixer": "gated_delta_product", "mamba_dt_min": 0.1}, 1, ("mamba_dt_min=0.1", "mamba2")),
     (HYBRID | {"parallel_mixer_multipliers": (1.0, 2.0)}, 1, ("parallel_mixer_multipliers", "a layer H")),
     (HYBRID | {"tensor_model_parallel_size": 3}, 3, ("mamba_num_groups=8", "tensor_model_parallel_size=3")),
     ({"mamba_state_dim": 64}, 1, ("mamba_state_dim=64", "--hybrid-layer-pattern")),

@@ -325,6 +325,8 @@ def test_a_pattern_of_layers_gives_their_number(tmp_path):
     (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M-M\n")
     assert parse(f"--config {tmp_path}/run.yaml").model.num_layers == 3
     assert parse(f"--config {tmp_path}/run.yaml --hybrid-layer-pattern M-").model.num_layers == 2
+    gdp = parse(f"--hybrid-layer-pattern M* {spec.replace('hybrid_stack', 'gdp_stack')} --gdp-num-householder 2").model
+    assert (gdp.mamba_mixer, gdp.gdp_num_householder, found.mamba_mixer) == ("gated_delta_product", 2, "mamba2")
     with pytest.raises(ConfigError, match="hybrid_stack_spec: this needs --hybrid-layer-pattern"):
         parse(spec)
     with pytest.raises(ConfigError, match="--is-hybrid-model: this needs --hybrid-layer-pattern"):

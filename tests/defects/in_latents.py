@@ -54,6 +54,14 @@ IN_LATENTS = (
         "C3 C5",
         culprit="*; the loss is wrong before it or the loss that is reported or gradient of the output of *mtp",
     ),
+    Defect(
+        "hidden states of the next position are sought on this rank alone",
+        "features.multi_token.mixing:HiddenStateMixing._next_positions",
+        call("gather_from_sequence", "FIRST"),
+        "multi-token prediction, tp2 sp, mixed",
+        "C17",
+        culprit="*mtp*",
+    ),
     Defect(  # C5
         "later tokens are sought in each rank's own part of the sequence",
         "parallel.micro_batch:LaterTokens.of",

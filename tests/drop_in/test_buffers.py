@@ -199,6 +199,16 @@ def state_keys() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         ddp = DistributedDataParallel(None, SHARDED, model())
         optimizer: Any = get_megatron_optimizer(OptimizerConfig(name, lr=0.1, **dict.fromkeys(zeros, 0.0)), [ddp])
         state = next(shard.state for shard in optimizer.optimizer.shards if not shard.bucket.kind.matrix)
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        views = [optimizer.optimizer.state[weight] for weight in weights]
+        assert all(
+            tensor.shape == weight.shape
+            for view, weight in zip(views, weights, strict=True)
+            for tensor in view.values()
+        )
+        assert {tensor.untyped_storage().data_ptr() for tensor in state.values()} <= {
+            tensor.untyped_storage().data_ptr() for view in views for tensor in view.values()
+        }
         assert all(optimizer._get_state_key_dtype(key) == tensor.dtype for key, tensor in state.items())
         found.append((optimizer.optimizer_state_keys, tuple(state)))
     return found

@@ -220,6 +220,27 @@ def test_layers_that_predict_further_alone() -> None:
     torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("extra", [{"mtp_hsm": True}, {"mtp_use_repeated_layer": True}])
+def test_depths_of_layers_that_predict_further_alone(extra: dict[str, bool]) -> None:
+    """Mixed hidden states are those of an earlier depth at a later position; a repeated layer has all depths."""
+    settings = config(mtp_num_layers=3, **extra)
+    blocks = get_gpt_mtp_block_spec(settings, get_gpt_layer_local_spec(), False)
+    model_parallel_cuda_manual_seed(7)
+    block = MultiTokenPredictionBlock(settings, blocks)
+    model = gpt(settings, mtp_block_spec=blocks, position_embedding_type="none")
+    inputs = list[Tensor]()
+    block.layers[-1].register_forward_pre_hook(lambda _, given: inputs.append(given[1].detach()))
+    context = block.with_losses((), X, block.sequence(X, None, None, None, None))
+    assert context.sample_index is not None
+    outputs = block(IDS, torch.arange(LENGTH).expand(2, -1), X, None, embedding=model.embedding).chunk(4)
+    if "mtp_hsm" not in extra:
+        assert [torch.equal(given, output) for given, output in zip(inputs, outputs, strict=False)] == [True] * 3
+        return
+    origins = [(inputs[0][: LENGTH - 2 + k] == outputs[k][2 - k :]).all(-1) for k in range(3)]
+    assert all(0 < origin.sum() < origin.numel() for origin in origins)
+    assert sum(int(origin[: LENGTH - 2].sum()) for origin in origins) == (LENGTH - 2) * 2
+
+
 def load_of(router: TopKRouter, found: list[Tensor]) -> None:
     """Append the number of tokens of each expert in every forward pass."""
 

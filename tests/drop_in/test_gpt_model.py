@@ -77,6 +77,14 @@ def test_it_is_the_same_model_as_this_packages(tied: bool, positions: str) -> No
     assert torch.equal(model(IDS), twin(IDS))
 
 
+def test_logits_in_float32() -> None:
+    model = gpt(config(params_dtype=torch.bfloat16, bf16=True), logit_dtype=torch.float32)
+    assert model(IDS).dtype == torch.float32
+    assert gpt(config(params_dtype=torch.bfloat16, bf16=True))(IDS).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="logit_dtype is not supported"):
+        gpt(logit_dtype=torch.bfloat16)
+
+
 def test_a_causal_mask_is_what_no_mask_says() -> None:
     model = gpt(config(fp8=False))  # the same as None
     torch.testing.assert_close(model(IDS, None, MASK), model(IDS), rtol=0, atol=1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.core.enums import AttnBackend
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, squared_relu
 from megatron.training import get_args, get_timers, get_tokenizer, get_train_valid_test_num_samples
 from megatron.training.argument_utils import (
@@ -266,6 +267,26 @@ def test_sections_of_a_run_and_back() -> None:
 def _shape(**changes: object) -> Namespace:
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "swiglu": True}
     return Namespace(**sizes | {"seq_length": 32, "padded_vocab_size": 128, "moe_layer_freq": 1} | changes)
+
+
+def test_attributes_that_megatron_derives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of tensors and both weight decays; slime changes the default of a refinement of a mode that is off."""
+    sizes = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+    flags = f"{sizes} --micro-batch-size 1 --vocab-size 64 --bf16 --lr 0.1 --output-logit-dtype fp32 --weight-decay 0.3"
+    monkeypatch.setattr(sys, "argv", ["program", *flags.split()])
+    args = parse_args()
+    assert (args.main_grads_dtype, args.logit_dtype, args.start_weight_decay) == ("fp32", "fp32", None)
+    args.mtp_loss_scaling_factor = 0.2
+    args = validate_args(args)
+    types = [getattr(args, f"{name}_dtype") for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq", "logit")]
+    assert types == [torch.float32] * 5
+    assert args.mamba_inference_ssm_states_dtype == torch.bfloat16
+    assert args.start_weight_decay == args.end_weight_decay == 0.3
+    again = run_config_of(validate_args(args))
+    assert (again.optimizer.exp_avg_dtype, again.optimizer.start_weight_decay) == ("fp32", None)
+    known = {item.name for item in fields(OptimizerConfig)}
+    optimizer = OptimizerConfig(**{name: value for name, value in vars(args).items() if name in known})
+    assert optimizer.translated().weight_decay == 0.3
 
 
 def test_operations_of_a_batch() -> None:

@@ -231,10 +231,42 @@ def test_a_training_starts_with_experts_that_were_written(settings: dict[str, An
     assert all(torch.equal(one.weights, other.weights) for one, other in pairs)
 
 
-def save(folder: str) -> None:
-    run = tiny_run(
-        **HYBRID | {"max_position_embeddings": None}, tensor_model_parallel_size=2, zero_stage=1, save=folder
+PRODUCT = HYBRID | {"mamba_mixer": "gated_delta_product", "gdp_num_householder": 2}
+
+
+def test_gated_delta_products_are_written_in_the_pieces_of_megatron_core(tmp_path: Path) -> None:
+    """Names and rows are those of ``GatedDeltaProductMixer.sharded_state_dict`` in August 2026."""
+    run_ranks(2, save, str(tmp_path / "ours"), PRODUCT)
+    convert_checkpoint(
+        ConvertFlags(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs"))
     )
+    found = find_checkpoint(str(tmp_path / "ours"))
+    folder = tmp_path / "theirs" / found.name
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    mixer = "decoder.layers.0.mixer."
+    sizes = {name.removeprefix(mixer): tuple(entries[name].size) for name in entries if name.startswith(mixer)}
+    convolved = {"V0": INNER, "V1": INNER, "K0": STATE, "K1": STATE, "Q": STATE}
+    projected = {"z": INNER, **convolved, "b0": HEADS, "b1": HEADS, "a": HEADS}
+    assert {name: sizes[name][0] for name in sizes if "1d" in name} == {
+        f"conv1d.weight.{name}": rows for name, rows in convolved.items()
+    }
+    assert {name: sizes[name][0] for name in sizes if "in_proj.weight." in name} == {
+        f"in_proj.weight.{name}": rows for name, rows in projected.items()
+    }
+    assert {"A_log", "dt_bias", "norm.weight", "out_proj.weight"} < sizes.keys() and "D" not in sizes
+    with CheckpointReader(found) as reader:
+        names = [name for name in reader.manifest.tensors if "model." in name]
+        read_again(folder, {name.removeprefix("model."): reader.read(name) for name in names})
+    with MegatronReader(folder) as reader:
+        assert reader.settings["mamba_mixer"] == "gated_delta_product"
+
+
+def without_positions(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"max_position_embeddings": None}
+
+
+def save(folder: str, settings: dict[str, Any] = HYBRID) -> None:
+    run = tiny_run(**without_positions(settings), tensor_model_parallel_size=2, zero_stage=1, save=folder)
     run.saver.save(run.state)
 
 

@@ -20,8 +20,8 @@ OF_OTHERS = {
 """They matter only with settings that are refused."""
 OF_TRAINING = {"moe_further_balancing_types", "moe_capacity_per", "output_z_loss_coeff"}
 """Losses, and the tokens that share a capacity in training."""
-OF_PATTERN = {"mtp_layer_pattern"}
-"""The end of ``hybrid_layer_pattern`` in Megatron-LM."""
+OF_PATTERN = {"mtp_layer_pattern", "mamba_mixer"}
+"""The end of ``hybrid_layer_pattern``, and ``spec``, in Megatron-LM."""
 
 
 def test_every_setting_of_the_function_is_an_argument_of_megatron_lm_or_listed() -> None:

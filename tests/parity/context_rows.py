@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.parity.latent_rows import LATENT, LATER
+from tests.parity.latent_rows import LATENT, LATER, MIXED_DEPTHS
 from tests.parity.moe_rows import MIXTRAL, MOE_ROWS
 from tests.parity.rows import (
     FULL_BLOCK,
@@ -34,6 +34,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 SMALL = {"num_layers": 2, "global_batch_size": 4}  # the fourth sample has no unmasked token
 LAYERS4 = {"num_layers": 4}
 WINDOW = {"window_size": (4, 0), "window_attn_skip_freq": (1, 0)}
+THIRDS = {"hidden_size": 24, "num_attention_heads": 3, "seq_length": 24}  # both chunks of tokens on the second rank
 LONGER = {"seq_length": 48}
 MICRO2 = {"micro_batch_size": 2}
 GROWING = {"seq_length_warmup": (8, 4, 6), "global_batch_size": 4}
@@ -90,6 +91,16 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cp2 tp2 sp all_gather, latent attention, dropout": (4, LATENT, CP2 | TP2 | SP | GATHER),
     "cp2 a2a, latent attention": (2, LATENT | SDPA | {"v_head_dim": 12}, CP2 | HEADS),
     "cp2 tp2 sp, multi-token prediction": (4, LATER, CP2 | TP2 | SP),
+    "cp2 tp2 sp, packed, mixed multi-token prediction": (
+        4,
+        PACKED | MODERN | LATER | MIXED_DEPTHS,
+        CP2 | TP2 | SP | MICRO2,
+    ),
+    "cp2 tp3 sp, mixed multi-token prediction": (
+        6,
+        LATER | MIXED_DEPTHS | THIRDS,
+        CP2 | SP | {"tensor_model_parallel_size": 3},
+    ),
     "cp2, experts, multi-token prediction from token 0": (2, MIXTRAL | LATER | {"mtp_zero_last_input": True}, CP2),
     # recomputation, growing sequences
     "cp2 p2p, full recompute": (2, {}, CP2 | FULL_UNIFORM),  # C27

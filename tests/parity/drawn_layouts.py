@@ -11,7 +11,7 @@ PRECISION: list[tuple[float, Choices]] = [
     (
         0.08,
         [
-            *({"fp64": False}, BF16, BF16, BF16 | {"fp32_residual_connection": True}),
+            *({"fp64": False}, BF16, BF16 | {"output_logit_dtype": "fp32"}, BF16 | {"fp32_residual_connection": True}),
             *({"fp64": False, "fp16": True, "loss_scale": 256.0}, BF16 | {"grad_reduce_in_bf16": True}),
             *crossed(
                 PRECISE,

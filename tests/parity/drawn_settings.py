@@ -17,6 +17,7 @@ from tests.parity.recurrent_rows import (
     LFM2_MOE,
     MAMBA,
     NEMOTRON_H,
+    PRODUCT,
     QWEN3_NEXT,
 )
 from tests.parity.sink_rows import FUSED, GPT_OSS
@@ -102,7 +103,7 @@ MODEL: list[tuple[float, Choices]] = [
             *(DELTA, IN_FOUR, QWEN3_NEXT, KIMI, MAMBA, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_4, LFM2, LFM2_MOE),
             *(MAMBA | LINEAR_HEADS | {"hybrid_layer_pattern": "MG*-", "linear_attention_freq": None},),
             *(DSA, SPARSE, SPARSE | WARMUP, DEEPSEEK_V32, DEEPSEEK_V3, LAYERS, NEMOTRON, GPT_OSS, FUSED, HYBRID),
-            *({"position_embedding_type": "alibi"}, {"position_embedding_type": "alibi"}),
+            *(PRODUCT, {"position_embedding_type": "alibi"}, {"position_embedding_type": "alibi"}),
         ],
     ),
     (0.15, [TOKENS, TOKENS, SFT, SFT | {"sft_packing": "first_fit"}, SFT | {"sft_loss": "all"}]),
@@ -117,6 +118,7 @@ MODEL: list[tuple[float, Choices]] = [
     (0.15, [LATENT, LATENT | {"q_lora_rank": 12}]),
     (0.3, [{"mtp_num_layers": 1}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5, "mtp_zero_last_input": True}]),
     (0.2, on("mtp_use_repeated_layer")),
+    (0.2, on("mtp_hsm")),
     (0.2, either("mtp_layer_pattern", "*-", "*E", "*")),
     (0.4, on("untie_embeddings_and_output_weights")),
     (0.4, [{"group_query_attention": True, "num_query_groups": groups} for groups in (1, 2)]),

@@ -26,6 +26,7 @@ LATER = {
     "mtp_loss_scaling_factor": 0.6,
 }
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+MIXED_DEPTHS = {"mtp_num_layers": 3, "mtp_hsm": True}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 ALL_PARTS = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts")
 ROPE_PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
@@ -37,6 +38,7 @@ LATENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "deepseek, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK_V3, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
     "multi-token prediction, micro-batches of 2": (1, LATER, {"micro_batch_size": 2}),
     "multi-token prediction, tp2 sp": (2, LATER, TP2 | SP),
+    "multi-token prediction, tp2 sp, mixed": (2, LATER | MIXED_DEPTHS, TP2 | SP),
     "multi-token prediction, dp2": (2, LATER, {}),
     "multi-token prediction, pp2": (2, LATER, PP2),
     "multi-token prediction, untied, pp2": (2, LATER | UNTIED, PP2),

@@ -68,6 +68,8 @@ MAMBA = {
     "mamba_dt_max": 0.1,
     **NO_DROPOUT,
 }
+PRODUCT = {name: value for name, value in MAMBA.items() if not name.startswith("mamba_dt")}
+PRODUCT |= {"mamba_mixer": "gated_delta_product", "gdp_num_householder": 2}
 BAMBA = {
     **{name: value for name, value in MAMBA.items() if name != "squared_relu"},
     "hybrid_layer_pattern": "M-*-",
@@ -182,6 +184,12 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         CP2 | TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")},
     ),
     "mamba, dropout, full recompute, pp2 zb_v": (2, MAMBA | {"hidden_dropout": 0.1}, PP2 | ZB_V | RECOMPUTE),
+    "gated delta product, packed, tp2 sp": (2, PRODUCT | PACKED, TP2 | SP),
+    "gated delta product, three updates, cp2 tp2 zero3": (
+        4,
+        PRODUCT | {"gdp_num_householder": 3, "seq_length": 88},
+        CP2 | TP2 | ZERO3,
+    ),
     "mamba, delta net, tp2": (
         2,
         MAMBA

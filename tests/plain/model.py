@@ -207,6 +207,7 @@ def later_tokens(
     tokens that count at that place, in the same document, and added with weight lambda / D.
     """
     depths, t = s.mtp_num_layers, labels.shape[1]
+    outputs: list[Tensor] = []
     for k in range(1, depths + 1):
         built = 0 if s.mtp_use_repeated_layer else k - 1
         own = under(w, f"mtp.layers.{built}")
@@ -216,6 +217,9 @@ def later_tokens(
             inputs[:, t - k] = 0
         x = embedded(s, w, inputs, None)
         x = drop(f"mtp.{built}.embedding", x, 0)
+        outputs.append(hidden)
+        if s.mtp_hsm and k > 1:
+            hidden = mixed(outputs, seq.documents, drop(f"mixing:mtp.{k - 1}", hidden[..., :1], 0))
         both = torch.cat([hidden_norm(s, x, under(own, "enorm")), hidden_norm(s, hidden, under(own, "hnorm"))], -1)
         repeat = (k - 1, depths) if s.mtp_use_repeated_layer else (0, 1)
         layer = s.num_layers + built
@@ -230,3 +234,15 @@ def later_tokens(
         losses = cross_entropy(logits_of(s, w, hidden), targets)
         value = (losses * counts).sum() / counts.sum().clamp(min=1)
         collected.add(f"mtp_{k}_loss", value, s.mtp_loss_scaling_factor / depths)
+
+
+def mixed(outputs: list[Tensor], documents: Tensor, drawn: Tensor) -> Tensor:
+    """Hidden state mixing: each token has the output of a depth drawn from U(0, 1), ``[b, t, 1]``, at the position from
+    which this depth predicts the same token, or the last output if this position is not in the same document."""
+    result = outputs[-1].clone()
+    for row, numbers in enumerate((drawn[..., 0] * len(outputs)).long().tolist()):
+        for i, number in enumerate(numbers):
+            place = i + len(outputs) - 1 - number
+            if place < len(numbers) and documents[row, place] == documents[row, i]:
+                result[row, i] = outputs[number][row, place]
+    return result

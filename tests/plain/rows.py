@@ -154,6 +154,7 @@ MODELS: dict[str, Values] = {
     "later tokens": MTP,
     "later tokens, learned positions": UNTIED | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
     "later tokens, token 0 at the end": MTP | EXPERTS | AUX | {"mtp_zero_last_input": True},
+    "later tokens, mixed": ROPE | PACKED | {"reset_position_ids": True, "mtp_num_layers": 3, "mtp_hsm": True},
     "later tokens, one layer": MTP | EXPERTS | AUX | {"mtp_use_repeated_layer": True, "scale_embeddings": True},
     "later tokens, experts": MTP | EXPERTS | AUX | {"moe_router_enable_expert_bias": True, "moe_layer_freq": (0, 1)},
     "documents": ROPE | PACKED | {"reset_position_ids": True, "mtp_num_layers": 1},

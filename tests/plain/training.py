@@ -79,7 +79,7 @@ def train(s: SimpleNamespace, start: Weights, samples: list[dict[str, Tensor]], 
         seq = Sequences(positions, documents, longest_of(s))
 
         def drop(name: str, x: Tensor, head: int = 0, numbers: list[int] = numbers) -> Tensor:
-            if name.startswith(("jitter:", "sampling:")):
+            if name.startswith(("jitter:", "sampling:", "mixing:")):
                 return uniform(x.shape, s.seed, name, numbers)
             p = s.attention_dropout if name.endswith("attention_weights") else s.hidden_dropout
             return dropped(x, p, s.seed, name, numbers, head)

@@ -103,6 +103,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "mamba_num_groups": 2,
         "mamba_num_heads": 6,
     },
+    "gated delta product": {
+        "hybrid_layer_pattern": "M-",
+        "mamba_mixer": "gated_delta_product",
+        "gdp_num_householder": 2,
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 4,
+        "mamba_num_groups": 2,
+        "mamba_num_heads": 6,
+    },
     "attention and mamba": GROUPS
     | {
         "hybrid_layer_pattern": "H-",
@@ -121,7 +130,9 @@ def test_every_kind_is_compared(output_gate: None) -> None:
     assert ATTENTION_LAYERS.keys() == {"grouped_query", "output_gate"}
     assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys()
     recurrences = RECURRENT.attention_kinds.keys() - {"attention_and_mamba2"}
-    assert recurrences == {"gated_delta_net", "kimi_delta_attention", "mamba2", "short_convolution"}
+    assert recurrences == {
+        *("gated_delta_net", "gated_delta_product", "kimi_delta_attention", "mamba2", "short_convolution")
+    }
     for name in (*ATTENTION_KINDS, "latent", "sparse_latent", *recurrences):
         assert issubclass(mixer_layer(name), nn.Module)
 

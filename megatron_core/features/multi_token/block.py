@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.features.multi_token.mixing import HiddenStateMixing
 from megatron_core.features.multi_token.settings import MultiTokenConfig
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import (
@@ -75,6 +77,7 @@ class MultiTokenPredictionBlock(nn.Module):
         super().__init__()
         config = self.model_config = context.config.section(MultiTokenConfig)
         self.tp_group = context.tp_group
+        self.new_mixing = partial(HiddenStateMixing, context) if config.mtp_hsm else None
         self.split = context.split
         self.sequence_parallel = context.sequence_parallel
         self.arithmetic = context.parallel.arithmetic
@@ -109,11 +112,14 @@ class MultiTokenPredictionBlock(nn.Module):
         """
         names = mtp_loss_names(self.model_config)
         tokens = labels
+        mixing = None if self.new_mixing is None else self.new_mixing()
         for depth, name in enumerate(names):
             if self.model_config.mtp_zero_last_input:
                 length = tokens.shape[1] * self.split.cp_size
                 is_last = self.split.positions(length, tokens.device) == length - 1 - depth
                 tokens = tokens.masked_fill(is_last, 0)
+            if mixing is not None:
+                hidden = mixing.input_of(depth, hidden, context)
             hidden = self.predict(depth, tokens, hidden, weight, context)
             tokens = later.labels[depth]
             mask = later.masks[depth].transpose(0, 1)

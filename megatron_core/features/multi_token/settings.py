@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
+
+SEVERAL_DEPTHS = Condition("--mtp-num-layers of 2 or more", lambda run: (run.model.mtp_num_layers or 0) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,10 @@ class MultiTokenConfig(ModelConfig):
     mtp_zero_last_input: bool = setting(False, needs=given("mtp_num_layers", "N"))
     """The last input of each multi-token prediction layer is token 0, as in Megatron-LM, instead of the sequence's last
     label. Its prediction never counts, but experts and their losses depend on it."""
+
+    mtp_hsm: bool = setting(False, needs=SEVERAL_DEPTHS, is_refinement=True)
+    """Hidden state mixing: in training, the input of each multi-token prediction layer is for each token the output of
+    the layer before or of an earlier one, drawn uniformly, at the position from which it predicts the same token."""
 
     @property
     def added_layers(self) -> int:

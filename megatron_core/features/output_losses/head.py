@@ -1,16 +1,49 @@
 """The head of the vocabulary with other losses."""
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from megatron_core.features.output_losses.chunked_loss import linear_cross_entropy
 from megatron_core.features.output_losses.settings import OutputLossConfig
 from megatron_core.features.output_losses.z_loss import cross_entropy_and_log_z, with_z_loss
 from megatron_core.models.gpt.model import LogitLoss, VocabularyHead
-from megatron_core.transformer.context import SequenceContext
+from megatron_core.ops import linear
+from megatron_core.tensor_parallel.linear import LinearGradients, MatrixProducts, parallel_linear
+from megatron_core.tensor_parallel.linear_comm import LinearComm, gather_input
+from megatron_core.transformer.context import LayerContext, SequenceContext
+
+
+class Float32Logits(MatrixProducts):
+    """Logits in float32 of 16-bit inputs and weights; backward rounds their gradient to 16 bits (Megatron Core)."""
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm, *, training: bool
+    ) -> tuple[Tensor, Tensor, None]:
+        """See ``MatrixProducts.output``."""
+        gathered = gather_input(x, comm)
+        if gathered.is_cuda:
+            rows = gathered.flatten(0, -2)
+            logits = torch.mm(rows, weight.t(), out_dtype=torch.float32).view(*gathered.shape[:-1], -1)
+        else:
+            logits = linear(gathered.float(), weight.float())
+        return logits if bias is None else logits + bias, x, None
+
+    def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: None) -> LinearGradients:
+        """See ``MatrixProducts.gradients``."""
+        return LinearGradients(weight, grad_y.to(weight.dtype))
 
 
 class LossHead(VocabularyHead):
-    """Computes losses without storing all logits, or adds the z-loss to the model's own loss in training."""
+    """Computes losses without storing all logits, adds the z-loss to the model's own loss in training, or computes
+    logits in float32."""
+
+    def __init__(self, context: LayerContext, vocab_size: int, *, tied: bool) -> None:
+        super().__init__(context, vocab_size, tied=tied)
+        is_narrow = context.parallel.params_dtype.itemsize < torch.float32.itemsize
+        if is_narrow and self.model_config.section(OutputLossConfig).output_logit_dtype == "fp32":
+            self.product = partial(parallel_linear, products=Float32Logits())
 
     def losses(
         self,

@@ -33,10 +33,15 @@ class OutputLossConfig(ModelConfig):
     """Add this times the mean of log^2 Z to the loss, where Z is the sum of the exponentials of a token's logits
     (PaLM: 1e-4); it keeps logits near 0. The reported loss does not include it."""
 
+    output_logit_dtype: Literal["bf16", "fp32"] | None = setting(None, needs=c.SIXTEEN_BITS)
+    """Precision of logits. fp32: products of 16-bit numbers are summed to logits in float32, of which the loss is
+    computed; their gradient is rounded to 16 bits, as in Megatron-LM. Default: the precision of the weights."""
+
     @property
     def head_name(self) -> str:
         """The kind of the head of the last stage."""
-        return HEAD if self.fuses_output_layer_with_loss or self.output_z_loss_coeff else super().head_name
+        is_used = self.fuses_output_layer_with_loss or self.output_z_loss_coeff or self.output_logit_dtype == "fp32"
+        return HEAD if is_used else super().head_name
 
     @property
     def head_loss_names(self) -> tuple[str, ...]:
@@ -57,6 +62,12 @@ def output_loss_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         "add_output_layer_bias": ", which has no biases",
         "final_logit_softcapping": "",
     }
+    if model.output_logit_dtype == "fp32":
+        for name, value in (("layout_invariant", True), ("compile", True), ("cross_entropy_fusion_impl", "linear")):
+            if config.optional(name) == value:
+                yield f"output_logit_dtype=fp32 cannot be used with {name}={value}; remove one of them"
+    if model.output_logit_dtype == "bf16" and not config.training.bf16:
+        yield "output_logit_dtype=bf16 needs --bf16; remove it"
     for name, reason in excluded.items():
         if model.fuses_output_layer_with_loss and (value := getattr(model, name)):
             yield f"{name}={value} cannot be used with cross_entropy_fusion_impl=linear{reason}; use native"

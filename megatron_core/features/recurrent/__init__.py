@@ -1,4 +1,4 @@
-"""Recurrent layers: gated delta nets, Kimi delta attention, Mamba 2, short convolutions, and mixers in parallel."""
+"""Recurrent layers: gated delta nets and products, Kimi delta attention, Mamba 2, convolutions, and parallel mixers."""
 
 from megatron_core.feature import Feature
 from megatron_core.features.recurrent.rules import has_recurrence, recurrent_problems
@@ -14,6 +14,7 @@ RECURRENT = Feature(
         "gated_delta_net": "megatron_core.features.recurrent.kinds:GatedDeltaNetKind",
         "kimi_delta_attention": "megatron_core.features.recurrent.kinds:KimiDelta",
         "mamba2": "megatron_core.features.recurrent.kinds:Mamba2",
+        "gated_delta_product": "megatron_core.features.recurrent.kinds:GatedDeltaProductKind",
         "short_convolution": "megatron_core.features.recurrent.kinds:ShortConvolutionKind",
         "attention_and_mamba2": "megatron_core.features.recurrent.kinds:AttentionAndMamba",
     },
@@ -21,6 +22,7 @@ RECURRENT = Feature(
         "gated_delta_net": "megatron_core.features.recurrent.gated_delta_net:GatedDeltaNet",
         "kimi_delta_attention": "megatron_core.features.recurrent.gated_delta_net:KimiDeltaAttention",
         "mamba2": "megatron_core.features.recurrent.mamba:MambaMixer",
+        "gated_delta_product": "megatron_core.features.recurrent.gated_delta_product:GatedDeltaProduct",
         "short_convolution": "megatron_core.features.recurrent.short_convolution:ShortConvolution",
         "attention_and_mamba2": "megatron_core.features.recurrent.parallel_mixers:ParallelMixers",
     },

@@ -20,6 +20,14 @@ from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decay
 CHANNEL_CHUNK = 16
 """Tokens of a chunk if every channel has a decay, whose products of tokens are not matrix products."""
 
+NORM_EPSILON = 1e-6
+"""Added to the squared norms of queries and keys (Qwen3-Next, flash-linear-attention)."""
+
+
+def of_length_one(x: Tensor) -> Tensor:
+    """Queries or keys ``[..., dk]`` of length 1."""
+    return x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+
 
 def delta_rule_by_steps(
     query: Tensor,

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.features.recurrent import kinds
-from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps
+from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps, of_length_one
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.ops import rms_norm
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.down_projection import DownProjection
-
-NORM_EPSILON = 1e-6
-"""Added to the squared norms of queries and keys (Qwen3-Next)."""
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -74,15 +71,11 @@ class GatedDeltaNet(RecurrentLayer):
         """Return query, key, value, decay and rate of each head, at least in float32."""
         dtype = wide(convolved.dtype)
         query, key, value = convolved.to(dtype).split(self.pieces[:3], dim=-1)
-        query, key = (self._normed(x.unflatten(-1, (-1, self.keys))) for x in (query, key))
+        heads = (of_length_one(x.unflatten(-1, (-1, self.keys))) for x in (query, key))
+        query, key = (x.repeat_interleave(self.shared, dim=-2) for x in heads)  # for the value heads that share them
         _, rate, decay = gates.split(self.pieces[3:], dim=-1)
         value = value.unflatten(-1, (-1, self.values))
         return query * self.keys**-0.5, key, value, self._decays(decay.to(dtype)), rate.to(dtype).sigmoid()
-
-    def _normed(self, x: Tensor) -> Tensor:
-        """Heads of length 1, repeated for the value heads that share them."""
-        x = x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
-        return x.repeat_interleave(self.shared, dim=-2)
 
     def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Norm of each head's output, times its activated gate; ``[..., heads, dv]`` -> ``[..., heads * dv]``."""

@@ -21,6 +21,8 @@ class RecurrenceKind(AttentionKind):
     model: RecurrentConfig
     convolution_has_bias: ClassVar[bool] = False
     convolution_has_silu: ClassVar[bool] = True
+    updates: int = 1
+    """Updates of a state for each token."""
     widths: ClassVar[tuple[str, str]]
     """Formulas of the outputs of the input projection, and of the inputs of the output projection, for messages."""
 
@@ -204,6 +206,8 @@ class Mamba2(RecurrenceKind):
     name = "mamba2"
     widths = "2 heads x channels + 2 groups x states + heads", "heads x channels"
     convolution_has_bias = True
+    has_skip: ClassVar[bool] = True
+    """Whether a head's input, times its factor D, is added to its output."""
 
     @property
     def heads(self) -> int:
@@ -227,7 +231,7 @@ class Mamba2(RecurrenceKind):
         return self.model.mamba_head_dim
 
     @property
-    def pieces(self) -> tuple[int, int, int, int, int]:
+    def pieces(self) -> tuple[int, ...]:
         """Channels of inputs, B, C, gates of the output and steps over all ranks."""
         inputs = self.heads * self.value_head_size
         keys = self.groups * self.query_head_size
@@ -240,13 +244,51 @@ class Mamba2(RecurrenceKind):
 
     def vectors(self, tp: int) -> int:
         """Weights and biases of the convolution; decay, step and D of each head; the norm of outputs."""
-        convolution = self.convolved * (self.model.linear_conv_kernel_dim + 1)
-        norm = self.pieces[0] * (self.model.mamba_output_norm != "none")
-        return (convolution + 3 * self.heads + norm) // tp
+        convolution = self.convolved * (self.model.linear_conv_kernel_dim + self.convolution_has_bias)
+        norm = self.heads * self.value_head_size * (self.model.mamba_output_norm != "none")
+        return (convolution + (2 + self.has_skip) * self.heads + norm) // tp
 
     def score_flops(self, keys: int) -> tuple[int, int]:
         """7 for each element of the states and token, as Megatron-LM counts the recurrence."""
         return 0, 7 * self.pieces[0] * self.query_head_size
+
+
+class GatedDeltaProductKind(Mamba2):
+    """A convolution of values, keys and queries, and several updates of a state by the gated delta rule for each token
+    (Siems et al. 2025, arXiv 2502.10297); heads and groups are those of Mamba-2."""
+
+    name = "gated_delta_product"
+    widths = "(N + 1) (heads x channels + groups x states + heads) with N updates", "heads x channels"
+    convolution_has_bias = False
+    has_skip = False
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        self.updates = self.model.gdp_num_householder
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Channels of the values and of the keys of each update, of queries, of gates of the output, of the rates of
+        each update, and of decays, over all ranks."""
+        values = self.heads * self.value_head_size
+        keys = self.groups * self.query_head_size
+        n = self.updates
+        return *(values,) * n, *(keys,) * (n + 1), values, *(self.heads,) * (n + 1)
+
+    @property
+    def convolved_pieces(self) -> tuple[int, ...]:
+        """Values, keys and queries."""
+        return self.pieces[: 2 * self.updates + 1]
+
+    @property
+    def transition_elements(self) -> int:
+        """A matrix as factor, and the state."""
+        return self.query_head_size * (self.query_head_size + self.value_head_size)
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """As Megatron-LM counts them: convolution; 4 for each update and 3 more for each element of the states."""
+        state = self.heads * self.value_head_size * self.query_head_size
+        return 2 * self.convolved * self.model.linear_conv_kernel_dim, (4 * self.updates + 3) * state
 
 
 class ShortConvolutionKind(RecurrenceKind):

@@ -49,14 +49,17 @@ class MambaMixer(RecurrentLayer):
         config = context.config
         sizes = self.recurrence(context.config)
         self.in_proj = fused_linear(context, sizes.pieces)
-        self.A_log, self.dt_bias, self.D = (of_heads(context, sizes.heads) for _ in range(3))
+        self.A_log, self.dt_bias = (of_heads(context, sizes.heads) for _ in range(2))
         self.A_log.init_method = log_of_decay_rates
         self.dt_bias.init_method = bias_of_steps
-        self.D.init_method = nn.init.ones_
+        if sizes.has_skip:
+            self.D = of_heads(context, sizes.heads)
+            self.D.init_method = nn.init.ones_
+        self.inner = sizes.heads * sizes.value_head_size // context.tp_group.size()
         self.output_norm = config.mamba_output_norm
         self.norm = None
         if self.output_norm != "none":
-            self.norm = of_heads(context, sizes.pieces[0])
+            self.norm = of_heads(context, sizes.heads * sizes.value_head_size)
             self.norm.init_method = nn.init.ones_
         self.multipliers = config.mamba_multipliers
         self.step_range = config.mamba_dt_min, config.mamba_dt_max
@@ -76,7 +79,7 @@ class MambaMixer(RecurrentLayer):
         inputs, key, query = convolved.to(dtype).split(self.pieces[:3], dim=-1)
         key, query = (x.unflatten(-1, (self.groups, self.keys)) for x in (key, query))
         inputs = inputs.unflatten(-1, (-1, self.values))
-        step = nn.functional.softplus(gates[..., self.pieces[3] :].to(dtype) + self.dt_bias.to(dtype))
+        step = nn.functional.softplus(gates[..., self.inner :].to(dtype) + self.dt_bias.to(dtype))
         step = step.clamp(*self.step_range)
         decay = -self.A_log.to(dtype).exp() * step
         rule = state_space_by_steps if by_steps else chunked_state_space
@@ -85,7 +88,7 @@ class MambaMixer(RecurrentLayer):
 
     def _gated(self, outputs: Tensor, gates: Tensor) -> Tensor:
         dtype = wide(outputs.dtype)
-        gate = nn.functional.silu(gates[..., : self.pieces[3]].to(dtype))
+        gate = nn.functional.silu(gates[..., : self.inner].to(dtype))
         gated = outputs.flatten(-2).to(dtype)
         if self.output_norm == "before_gate":
             return (self._normed(gated) * gate).to(outputs.dtype)

@@ -6,7 +6,7 @@ from math import inf
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rule_helpers import uneven
 from megatron_core.config.run import RunConfig
-from megatron_core.features.recurrent.settings import AHEAD, LATENT, LETTERS, RECURRENCES, STAGE, read_pattern
+from megatron_core.features.recurrent.settings import AHEAD, BOTH, LATENT, LETTERS, RECURRENCES, STAGE, read_pattern
 
 REFUSED = {
     "use_mup": "multipliers of muP are those of attention; remove --use-mup",
@@ -154,6 +154,11 @@ def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
 
 def _mamba_problems(model: ModelConfig) -> Iterator[str]:
     groups = model.mamba_num_groups
+    if model.mamba_mixer != "mamba2" and BOTH in (model.hybrid_layer_pattern or ""):
+        yield (
+            f"mamba_mixer={model.mamba_mixer} cannot be used with hybrid_layer_pattern={model.hybrid_layer_pattern}, "
+            f"whose layers {BOTH} have Mamba-2 mixers; remove one of them"
+        )
     if min(model.mamba_head_dim, groups, model.hidden_size) < 1:
         return  # reported as out of range
     heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim

@@ -63,6 +63,10 @@ RECURRENT = replace(
 )
 PATTERN = given("hybrid_layer_pattern", "LETTERS")
 A_MAMBA_LAYER = Condition("a Mamba layer (M or H) in --hybrid-layer-pattern", lambda run: run.model.may_be(*MAMBA))
+A_MAMBA_2_LAYER = Condition(
+    f"{A_MAMBA_LAYER.words}, and --mamba-mixer mamba2",
+    lambda run: A_MAMBA_LAYER.holds(run) and run.model.mamba_mixer == "mamba2",
+)
 A_LAYER_WITH_BOTH = Condition("a layer H in --hybrid-layer-pattern", lambda run: run.model.may_be(BOTH))
 ANY_RECURRENCE = Condition(
     "--experimental-attention-variant gated_delta_net, or M, H, G or C in --hybrid-layer-pattern",
@@ -86,6 +90,13 @@ class HybridConfig(ModelConfig):
     mtp_layer_pattern: Literal["*-", "*E"] | None = setting(None, needs=PATTERN)
     """Parts of each layer of multi-token prediction in a model with --hybrid-layer-pattern: attention and an MLP (*-),
     or attention and experts (*E)."""
+    mamba_mixer: Literal["mamba2", "gated_delta_product"] = setting("mamba2", needs=A_MAMBA_LAYER)
+    """Recurrence of layers M: Mamba-2, or the gated delta product (Siems et al. 2025, arXiv 2502.10297), which updates
+    the states of as many heads --gdp-num-householder times for each token; Megatron-LM's --spec with gdp_stack_spec."""
+    gdp_num_householder: int = setting(
+        3, r.SMALL_COUNT, needs=given("mamba_mixer", "gated_delta_product"), is_refinement=True
+    )
+    """Updates of a state by a gated delta product for each token."""
     mamba_state_dim: int = setting(128, r.SIZE, needs=A_MAMBA_LAYER)
     """Channels of B and C of a group: with --mamba-head-dim the size of a head's state."""
     mamba_head_dim: int = setting(64, r.SIZE, needs=A_MAMBA_LAYER)
@@ -94,14 +105,14 @@ class HybridConfig(ModelConfig):
     """Number of groups of Mamba heads; those of a group share B, C and a norm."""
     mamba_num_heads: int | None = setting(None, r.SIZE, needs=A_MAMBA_LAYER)
     """Number of Mamba heads; default: 2 x --hidden-size / --mamba-head-dim."""
-    mamba_dt_min: float = setting(0.0, r.NON_NEGATIVE, needs=A_MAMBA_LAYER, resume=Resume.FUNCTION)
+    mamba_dt_min: float = setting(0.0, r.NON_NEGATIVE, needs=A_MAMBA_2_LAYER, resume=Resume.FUNCTION)
     """Smallest step dt of a Mamba head."""
-    mamba_dt_max: float | None = setting(None, r.POSITIVE, needs=A_MAMBA_LAYER, resume=Resume.FUNCTION)
+    mamba_dt_max: float | None = setting(None, r.POSITIVE, needs=A_MAMBA_2_LAYER, resume=Resume.FUNCTION)
     """Largest step dt of a Mamba head; default: none."""
     mamba_output_norm: Literal["after_gate", "before_gate", "none"] = setting("after_gate", needs=A_MAMBA_LAYER)
     """Norm of the outputs of Mamba heads: of their product with the gates, before this product, or none (Falcon-H1)."""
     mamba_multipliers: tuple[float, float, float, float, float] = setting(
-        (1.0, 1.0, 1.0, 1.0, 1.0), needs=A_MAMBA_LAYER, resume=Resume.FUNCTION
+        (1.0, 1.0, 1.0, 1.0, 1.0), needs=A_MAMBA_2_LAYER, resume=Resume.FUNCTION
     )
     """Factors on the projections of a Mamba mixer to inputs, B, C, gates and steps (Falcon-H1)."""
     parallel_mixer_multipliers: tuple[float, float] = setting(
@@ -182,6 +193,8 @@ class HybridConfig(ModelConfig):
     def recurrence_of(self, layer_number: int) -> str | None:
         """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""
         letter = self.letter_of(layer_number)
+        if letter == "M":
+            return self.mamba_mixer
         return super().recurrence_of(layer_number) if letter is None else RECURRENCES.get(letter)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ OFF: Mapping[str, list[Any]] = _TABLES["off"]
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TRAINING: list[str] = _TABLES["training"]
 """Training settings that have the same name and meaning in both programs."""
+GATED_DELTA_PRODUCTS = frozenset({"gdp_stack_spec", "gated_delta_product_stack_spec"})
+"""Names of Megatron Core's specification of a hybrid model with gated delta products instead of Mamba-2 mixers."""
 REMEDY = "use the weights alone: convert with --no-optimizer, or load with --finetune"
 
 
@@ -52,6 +55,10 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if "experimental_attention_variant" in implied:
             raise CheckpointError(_unsupported("hybrid_layer_pattern", pattern) + ": layers D have indexers")
         renamed |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
+    if not GATED_DELTA_PRODUCTS.isdisjoint(re.findall(r"\w+", str(arguments.get("spec")))):
+        renamed["mamba_mixer"] = "gated_delta_product"
+    if "float32" in str(arguments.get("logit_dtype")):
+        renamed["output_logit_dtype"] = "fp32"
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         renamed["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
@@ -257,6 +264,8 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
             LAYERS_JSON: write_blocks(model.section(HeterogeneousConfig).sized_blocks),
             LAYERS_FILE: f"{LAYERS_JSON}.json",
         }
+    if model.mamba_mixer == "gated_delta_product":
+        flat["spec"] = ["megatron.core.models.hybrid.hybrid_layer_specs", "gdp_stack_spec"]
     return flat | {
         "add_bias_linear": model.add_bias_linear,
         "bias_gelu_fusion": gelu,

@@ -45,10 +45,9 @@ _MLP = [
 ]
 _NORMS = ["q_layernorm", "k_layernorm", "kv_layernorm"]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
-
-
 _MIXER = [f"self_attention.{name}" for name in ("conv1d", "dt_bias", "A_log", "D", "in_proj", "norm", "out_proj")]
-_DELTA_NET = [f"self_attention.{name}" for name in ("dt_bias", "A_log", "in_proj", "conv1d", "out_norm", "out_proj")]
+_DELTA = ("dt_bias", "A_log", "in_proj", "conv1d", "norm", "out_norm", "out_proj")  # a product or a net has one norm
+_DELTA_NET = [f"self_attention.{name}" for name in _DELTA]
 
 
 def _order(*modules: str) -> list[str]:
@@ -68,9 +67,11 @@ _FUSED = {
     "mamba2": [*_MIXER[:4], "input_layernorm", *_MIXER[4:]],
     "gated_delta_net": [*_DELTA_NET[:2], "input_layernorm", *_DELTA_NET[2:], *_MLP],
 }
+_FUSED["gated_delta_product"] = _FUSED["gated_delta_net"]
 _LOCAL = {"mamba2": [*_MIXER, "input_layernorm"], "gated_delta_net": ["input_layernorm", *_DELTA_NET, *_MLP]}
+_LOCAL["gated_delta_product"] = [*_DELTA_NET, "input_layernorm"]
 MIXERS = (_LOCAL, _FUSED, _FUSED)
-"""The same of a layer with a Mamba-2 mixer or a gated delta net, by its kind, in Megatron Core 0.19."""
+"""The same of a layer with a recurrence, by its kind, in Megatron Core 0.19."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError, quoted
-from megatron_core.features.recurrent.kinds import GatedDeltaNetKind, Mamba2, RecurrenceKind
+from megatron_core.features.recurrent.kinds import GatedDeltaNetKind, GatedDeltaProductKind, Mamba2, RecurrenceKind
 from megatron_core.features.recurrent.settings import RecurrentConfig
 from megatron_core.hub.rules import unlike_delta_net
 from megatron_core.parallel.boxes import Box
@@ -33,10 +33,6 @@ ROWS = re.compile(
     r"|self_attention\.(in_proj\.weight|conv1d\.weight|conv1d\.bias|dt_bias|A_log|D|norm)$"
 )
 COLUMNS = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")
-PIECES = {"in_proj": (3, 0, 1, 2, 4), "conv1d": (0, 1, 2)}
-"""Places here (``Mamba2.pieces``) of the pieces of a Mamba-2 mixer's tensors, in the order of Megatron Core's ranks."""
-DELTA_PIECES = {"in_proj": tuple(range(6)), "conv1d": (0, 1, 2)}
-"""The same of a gated delta net, whose projection has more pieces."""
 PIECED = re.compile(r"self_attention\.(in_proj|conv1d)\.(?:weight|bias)$")
 DOWN = re.compile(r"linear_(q|kv)_down_proj\.weight$")
 """Weights that are split by rows without Transformer Engine, and replicated with it."""
@@ -101,14 +97,14 @@ class LocalSplit:
     """The part of each tensor that a rank of a tensor-parallel group has.
 
     ``gated``: linear_fc1 consists of two halves, each split. ``down``: ``DOWN`` weights are split.
-    ``pieces``: number of a layer -> rows of the pieces of its mixer's projection, each of which is split.
+    ``pieces``: number of a layer -> the pieces of its mixer's projection, each of which is split.
     """
 
     rank: int
     size: int
     gated: bool
     down: bool = False
-    pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    pieces: Mapping[int, MixerPieces] = field(default_factory=dict)
 
     def boxes(self, name: str, shape: Shape) -> Iterator[tuple[Box, Box]]:
         """Yield boxes of the whole tensor with ``shape``, and their places in the local tensor.
@@ -118,10 +114,10 @@ class LocalSplit:
         zero = (0,) * len(shape)
         if (pieced := PIECED.search(name)) and (pieces := self._pieces(name)):
             row = 0
-            for index in (PIECES if len(pieces) < 6 else DELTA_PIECES)[pieced[1]]:
-                rows = pieces[index] // self.size
+            for index in pieces.order[pieced[1]]:
+                rows = pieces.rows[index] // self.size
                 local = Box((row, *zero[1:]), (row + rows, *shape[1:]))
-                first = sum(pieces[:index]) + self.rank * rows
+                first = sum(pieces.rows[:index]) + self.rank * rows
                 yield local.shifted((first - row, *zero[1:])), local
                 row += rows
         elif ROWS.search(name) or (self.down and DOWN.search(name)):
@@ -137,10 +133,10 @@ class LocalSplit:
         elif self.rank == 0:
             yield Box(zero, shape), Box(zero, shape)
 
-    def _pieces(self, name: str) -> tuple[int, ...]:
-        """The rows of the pieces of the layer of the tensor ``name``; none if it is not in a layer with a mixer."""
+    def _pieces(self, name: str) -> MixerPieces | None:
+        """The pieces of the layer of the tensor ``name``; None if it is not in a layer with a mixer."""
         layer = LAYER.fullmatch(name)
-        return self.pieces.get(int(layer[2]), ()) if layer is not None and layer[1] == "decoder" else ()
+        return self.pieces.get(int(layer[2])) if layer is not None and layer[1] == "decoder" else None
 
     def local_shape(self, name: str, shape: Shape) -> Shape:
         """The shape of a rank's tensor, from the shape of the whole one."""
@@ -192,12 +188,7 @@ class Sizes:
 
 MIXER = re.compile(r"(decoder\.layers\.\d+\.)(mixer|self_attention)\.(.+)")
 """Names of a layer with a Mamba-2 mixer, and of a layer with a gated delta net or attention."""
-ORDER = {"x": 0, "B": 1, "C": 2, "z": 3, "dt": 4}
-"""Megatron Core's names of the pieces of a projection and of the convolution -> their places here (``Mamba2.pieces``);
-in its own matrices z is the first."""
-DELTA_ORDER = {name: index for index, name in enumerate(("query", "key", "value", "z", "beta", "alpha"))}
-"""The same of a gated delta net, whose pieces have the same order in both."""
-PIECE = re.compile(rf"(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({'|'.join({**ORDER, **DELTA_ORDER})})")
+PIECE = re.compile(r"(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.(\w+)")
 RENAMED = {"in_proj.layer_norm_weight": "input_layernorm.weight", "in_proj.layer_norm_bias": "input_layernorm.bias"}
 """The norm before a mixer, which Transformer Engine fuses into the projection."""
 CONVOLUTION = re.compile(r"^conv1d_")
@@ -212,21 +203,50 @@ OWN_NORM = re.compile(r".*\.self_attention\.out_norm")
 """The norm of outputs of a delta net, whose weight here is the factor, also with ``apply_layernorm_1p``."""
 
 
+def _names_in_product(updates: int) -> tuple[str, ...]:
+    values, keys, rates = ([f"{letter}{number}" for number in range(updates)] for letter in "VKb")
+    return (*values, *keys, "Q", "z", *rates, "a")
+
+
+class MixerPieces(NamedTuple):
+    """The pieces of a mixer's projection and convolution."""
+
+    names: tuple[str, ...]
+    """Megatron Core's names, in our order."""
+    rows: tuple[int, ...]
+    """Their rows over all ranks, in our order."""
+    order: dict[str, tuple[int, ...]]
+    """"in_proj" or "conv1d" -> the places here of its pieces in the order of Megatron Core's ranks."""
+
+
 class StoredMixer(NamedTuple):
     """How Megatron Core stores a kind of mixer."""
 
     module: str
     """Its name of the mixer."""
-    order: dict[str, int]
-    """Its names of the pieces -> their places here."""
+    names: Callable[[int], tuple[str, ...]]
+    """Its names of the pieces in our order (``RecurrenceKind.pieces``), for a number of updates."""
     norm: str
     """Our name of the norm of outputs; there it is a module with a weight."""
     recurrence: type[RecurrenceKind]
 
+    def pieces(self, model: ModelConfig) -> MixerPieces:
+        """The pieces of this mixer in ``model``."""
+        sizes = self.recurrence(model)
+        names = self.names(sizes.updates)
+        places = range(len(names))
+        # In the matrices of a rank the gates z are the first piece, except for a delta net, with our order.
+        first = [names.index("z")] if self.module == "mixer" else []
+        order = {"in_proj": (*first, *(place for place in places if place not in first))}
+        return MixerPieces(names, sizes.pieces, order | {"conv1d": tuple(places[: len(sizes.convolved_pieces)])})
+
 
 STORED = {
-    Mamba2.name: StoredMixer("mixer", ORDER, "norm", Mamba2),
-    GatedDeltaNetKind.name: StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNetKind),
+    Mamba2.name: StoredMixer("mixer", lambda _: ("x", "B", "C", "z", "dt"), "norm", Mamba2),
+    GatedDeltaProductKind.name: StoredMixer("mixer", _names_in_product, "norm", GatedDeltaProductKind),
+    GatedDeltaNetKind.name: StoredMixer(
+        "self_attention", lambda _: ("query", "key", "value", "z", "beta", "alpha"), "out_norm", GatedDeltaNetKind
+    ),
 }
 """The mixers by kind."""
 NORMS = {
@@ -257,15 +277,17 @@ def with_mixers(tensor_parts: TensorParts, model: ModelConfig) -> TensorParts:
     if not has_other_names(model):
         return tensor_parts
     named = TensorParts()
-    kinds = {mixer.module: mixer for mixer in STORED.values()}
+    names_of_kinds = GatedDeltaNetKind.name, model.section(RecurrentConfig).mamba_mixer
+    kinds = {STORED[name].module: STORED[name] for name in names_of_kinds}
     for name, blocks in tensor_parts.items():
         full_name = name
         if (mixer := MIXER.fullmatch(name)) is not None and (piece := PIECE.fullmatch(mixer[3])) is not None:
             full_name = f"{mixer[1]}{mixer[2]}.{piece[1]}"
             mixer_of_name = kinds[mixer[2]]
-            if piece[2] not in mixer_of_name.order:
+            pieces = mixer_of_name.pieces(model)
+            if piece[2] not in pieces.names:
                 raise CheckpointError(f"{name} is not a piece of a projection of {mixer_of_name.recurrence.name}")
-            first = sum(mixer_of_name.recurrence(model).pieces[: mixer_of_name.order[piece[2]]])
+            first = sum(pieces.rows[: pieces.names.index(piece[2])])
             blocks = [
                 replace(block, box=block.box.shifted((first, *(0 for _ in block.box.shape[1:])))) for block in blocks
             ]
@@ -292,7 +314,7 @@ def in_our_order(tensor_parts: TensorParts, model: ModelConfig, ranks: int) -> T
 
 
 def _moved(
-    block: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, tuple[int, ...]]
+    block: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, MixerPieces]
 ) -> Iterator[TensorPart]:
     """Yield the pieces of a part of the tensor ``name``."""
     for rank in range(ranks):
@@ -332,11 +354,10 @@ def pieces_of_mixer(
         theirs |= {mixer.norm: f"{mixer.norm}.weight", f"{mixer.norm}_bias": f"{mixer.norm}.bias"}
         yield prefix + theirs.get(local_name, local_name), shape, box, box
         return
-    sizes = mixer.recurrence(model).pieces
+    pieces = mixer.pieces(model)
     zero = (0,) * (len(shape) - 1)
-    for piece, index in mixer.order.items():
-        first = sum(sizes[:index])
-        size = sizes[index]
+    for index, (piece, size) in enumerate(zip(pieces.names, pieces.rows, strict=True)):
+        first = sum(pieces.rows[:index])
         common = box.intersect(Box((first, *zero), (first + size, *shape[1:])))
         if common is not None:
             yield f"{prefix}{local_name}.{piece}", (size, *shape[1:]), common.shifted((-first, *zero)), common
@@ -347,10 +368,10 @@ def stored_mixer(model: ModelConfig, layer: int) -> StoredMixer | None:
     return STORED.get(model.recurrence_of(layer) or "")
 
 
-def rows_of_ranks(model: ModelConfig) -> dict[int, tuple[int, ...]]:
-    """The rows of the pieces of each layer's mixer, in our order, for ``LocalSplit``."""
+def rows_of_ranks(model: ModelConfig) -> dict[int, MixerPieces]:
+    """The pieces of each layer's mixer, for ``LocalSplit``."""
     mixers = {layer: stored_mixer(model, layer) for layer in range(model.num_layers)}
-    return {layer: mixer.recurrence(model).pieces for layer, mixer in mixers.items() if mixer is not None}
+    return {layer: mixer.pieces(model) for layer, mixer in mixers.items() if mixer is not None}
 
 
 def check_delta_nets(model: ModelConfig, folder: object) -> None:

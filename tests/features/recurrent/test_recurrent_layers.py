@@ -33,8 +33,10 @@ MAMBA = {
     "mamba_num_groups": 4,
     "mamba_dt_max": 0.8,
 }
+PRODUCT = MAMBA | {"mamba_dt_max": None, "mamba_mixer": "gated_delta_product"}
 SHORT = {"hybrid_layer_pattern": "C*"}
-KINDS = {"gated delta net": SIZES, "kimi delta attention": SIZES | KIMI, "mamba": MAMBA, "short convolution": SHORT}
+KINDS = {"gated delta net": SIZES, "kimi delta attention": SIZES | KIMI, "mamba": MAMBA, "gated delta product": PRODUCT}
+KINDS["short convolution"] = SHORT
 
 
 def layer_of(dtype: torch.dtype, **settings: object) -> RecurrentLayer:

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-ModelType = Enum("ModelType", "encoder_or_decoder")
+ModelType = Enum("ModelType", "encoder_or_decoder encoder_and_decoder")  # mbridge compares with the second
 """The structure of a model; models here have one stack of layers."""
 LayerType = Enum("LayerType", "embedding loss encoder decoder mtp")
 """The kinds of layers on a stage, with Megatron's names and numbers."""

@@ -18,7 +18,14 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config.training_config import TokenizerConfig, ValidationConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
-from megatron.training.run_config import LAYER_PATTERNS, OTHER_DEFAULTS, SHOWN_DEFAULTS, run_config_of
+from megatron.training.run_config import (
+    DTYPES,
+    LAYER_PATTERNS,
+    OTHER_DEFAULTS,
+    SHOWN_DEFAULTS,
+    TYPES_OF_TENSORS,
+    run_config_of,
+)
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import training_flags
@@ -194,6 +201,10 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     args.max_position_embeddings = config.max_positions
     args.params_dtype = getattr(torch, config.training.compute_dtype)
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    for name in TYPES_OF_TENSORS:
+        setattr(args, name, DTYPES.get(getattr(args, name), getattr(args, name)))
     updates_matrices = config.optimizer.kind_of(hidden=True).scalar_optimizer is not None
     args.use_layer_wise_distributed_optimizer = updates_matrices and config.parallel.dp_zero_stage == 1
     chunks = config.parallel.num_chunks(model.num_layers)

@@ -39,6 +39,20 @@ class _AllChunks:
     settings: DataParallelSettings = field(default_factory=DataParallelSettings)
 
 
+class _WithState(Optimizer):
+    """The engine's optimizer with ``state`` as torch's have it."""
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Views of this rank's moments and main weights; flat if the rank has a part of the parameter."""
+        views: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for bucket, tensors in self.tensors():
+            for _, parameter, start, stop, at in bucket.pieces():
+                shape = parameter.shape if stop - start == parameter.numel() else (-1,)
+                views[parameter] = {kind: flat[at : at + stop - start].view(shape) for kind, flat in tensors.items()}
+        return views
+
+
 def _param_group_override_keys() -> tuple[str, ...]:
     return tuple(ParamGroupOverride.__annotations__)
 
@@ -72,8 +86,9 @@ class MegatronOptimizer:
         everything: Any = _AllChunks(buckets, wrappers[0].device, memory)
         overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         self.param_groups = self._groups(everything, overrides)
+        self.chained_optimizers: list[MegatronOptimizer] = [self]
         scale = make_loss_scale(self._own, dtype)
-        self.optimizer = Optimizer(everything, self._own, current(), scale, param_groups=self.param_groups)
+        self.optimizer = _WithState(everything, self._own, current(), scale, param_groups=self.param_groups)
 
     def _groups(self, everything: _AllChunks, overrides: dict[ParamKey, ParamGroupOverride]) -> list[dict[str, Any]]:
         members = defaultdict[str, list[nn.Parameter]](list)

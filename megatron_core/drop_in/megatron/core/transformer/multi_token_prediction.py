@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -96,9 +96,13 @@ class MultiTokenPredictionBlock(ExportedModule, multi_token.MultiTokenPrediction
         ids: Tensor | None = input_ids
         positions: Tensor | None = position_ids
         given = {"cp_group": self.context.cp.whole, "packed_seq_params": packed_seq_params}
-        for layer in self.layers:
+        mixing = None if self.new_mixing is None or not self.training else self.new_mixing()
+        for depth in range(self.config.mtp_num_layers or 0):
             (ids, _), (positions, _) = (roll_tensor(x, **given) for x in (ids, positions))
-            outputs.append(layer(embedding(input_ids=ids, position_ids=positions), outputs[-1], passed))
+            hidden = outputs[-1] if mixing is None else mixing.input_of(depth, outputs[-1], passed)
+            layer = self.layers[0 if self.repeats else depth]
+            passed_on = replace(passed, repeat=depth if self.repeats else 0)
+            outputs.append(layer(embedding(input_ids=ids, position_ids=positions), hidden, passed_on))
         return torch.cat(outputs)
 
 

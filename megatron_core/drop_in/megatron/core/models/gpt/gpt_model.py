@@ -91,6 +91,8 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             passed["hybrid_layer_pattern"] = transformer_layer_spec.letters
             passed["mtp_layer_pattern"] = transformer_layer_spec.ahead
             passed |= transformer_layer_spec.settings
+        if logit_dtype == torch.float32:
+            passed["output_logit_dtype"] = "fp32"
         if rope_scaling:
             passed |= {"use_rope_scaling": True, "rope_scaling_factor": rope_scaling_factor}
         own = config.model_config(
@@ -298,7 +300,7 @@ def _check_arguments(config: TransformerConfig, given: dict[str, Any]) -> None:
     has_mtp = bool(config.mtp_num_layers)
     refused = {
         "fp16_lm_cross_entropy": given["fp16_lm_cross_entropy"],
-        "logit_dtype": given["logit_dtype"],
+        "logit_dtype": given["logit_dtype"] not in (None, config.params_dtype, torch.float32),
         "scatter_embedding_sequence_parallel=False": not given["scatter_embedding_sequence_parallel"],
         "mtp_block_spec without mtp_num_layers": given["mtp_block_spec"] is not None and not has_mtp,
         "mtp_num_layers with context_parallel_size": has_mtp and config.context_parallel_size > 1,
