@@ -17,6 +17,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import import_megatron
 from megatron_core.hub.hugging_face import HuggingFaceReader
 from megatron_core.hub.megatron_lm import MegatronReader, settings_of_arguments
+from megatron_core.hub.megatron_lm.arguments import training_settings
 from megatron_core.models import GPTModel
 from megatron_core.parallel.boxes import Box
 from megatron_core.training.compatibility import stored_config
@@ -228,6 +229,11 @@ def test_arguments_that_do_not_fit(
     torch.save(content, tmp_path / "iter_0000007/mp_rank_00/model_optim_rng.pt")
     with pytest.raises(CheckpointError, match=message):
         import_megatron(tmp_path, tmp_path / "ours")
+
+
+def test_a_training_with_detached_heads_does_not_continue() -> None:
+    with pytest.raises(CheckpointError, match=r"mtp_detach_heads=True, which is not supported; use the weights alone"):
+        training_settings({"lr": 1e-3, "mtp_num_layers": 2, "mtp_detach_heads": True})
 
 
 def test_meanings_that_differ() -> None:

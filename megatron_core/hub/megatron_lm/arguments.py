@@ -171,6 +171,8 @@ def training_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Errors: ``CheckpointError`` for a value that is not supported.
     """
+    if arguments.get("mtp_detach_heads"):
+        raise CheckpointError(f"{_unsupported('mtp_detach_heads', True)}; {REMEDY}")
     stated = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
     return {name: _converted(name, value, f"; {REMEDY}") for name, value in _as_given(stated).items()}
 
