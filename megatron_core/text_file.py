@@ -63,7 +63,7 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text, constructed from plain types only.
 
     ValueError: it is not valid YAML, repeats a key, is nested deeper than ``DEEPEST``, has a number of more than
-    ``LONGEST_NUMBER`` characters or in base 8 or 60 of YAML 1.1 (010, 1:30), or has more than ``MOST_VALUES`` values.
+    ``LONGEST_NUMBER`` characters or in base 8 or 60 (in YAML 1.1, 010 is 8), or has more than ``MOST_VALUES`` values.
     """
     try:
         _check_events(text)
@@ -119,7 +119,6 @@ def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int
     if isinstance(node, yaml.ScalarNode):
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
             raise ValueError(f"it has a number of more than {LONGEST_NUMBER} characters")
-        # YAML 1.1 reads 010 as 8 and 1:30 as 90, YAML 1.2 as 10 and as text: nobody means the former.
         if node.tag.endswith((":int", ":float")) and re.match(r"[-+]?0[0-7_]+$|.*:", node.value):
             raise ValueError(f"{node.value} is a number in base 8 or 60; write a decimal number, or text in quotes")
         return 1, 0

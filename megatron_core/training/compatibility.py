@@ -179,12 +179,11 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
     ends = [name for name in ("train_iters", "train_samples") if stored.get(name, current[name]) != current[name]]
     ends_by_default = (optimizer.lr_decay_iters, optimizer.lr_decay_samples) == (None, None)
     decays = ends_by_default and optimizer.lr_decay_style not in ("constant", "inverse-square-root")
-    rates = ["the learning rate"] * decays + ["the weight decay"] * (optimizer.weight_decay_incr_style != "constant")
+    rates = ["the learning rate (--lr-decay-iters or --lr-decay-samples keeps it)"] * decays
+    rates += ["the weight decay"] * (optimizer.weight_decay_incr_style != "constant")
     if not ends or not rates:
         return ""
     changes = " and ".join(f"{name} was {stored[name]} and is {current[name]}" for name in ends)
-    if decays and len(ends) == 1:
-        changes += f" (--lr-decay-{ends[0].removeprefix('train_')} {stored[ends[0]]} keeps the learning rate)"
     return f"the last step determines {' and '.join(rates)}: {changes}; there is a jump to other values"
 
 
