@@ -181,10 +181,9 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
     decays = ends_by_default and optimizer.lr_decay_style not in ("constant", "inverse-square-root")
     rates = ["the learning rate (--lr-decay-iters or --lr-decay-samples keeps it)"] * decays
     rates += ["the weight decay"] * (optimizer.weight_decay_incr_style != "constant")
-    if not ends or not rates:
-        return ""
     changes = " and ".join(f"{name} was {stored[name]} and is {current[name]}" for name in ends)
-    return f"the last step determines {' and '.join(rates)}: {changes}; there is a jump to other values"
+    text = f"the last step determines {' and '.join(rates)}: {changes}; there is a jump to other values"
+    return text if ends and rates else ""
 
 
 def stored_config(folder: Path) -> RunConfig:
@@ -333,11 +332,10 @@ def _taken(stored: RunConfig, settings: CheckpointConfig) -> dict[str, Any]:
 
 
 def _schedule(stored: RunConfig) -> dict[str, Any]:
-    schedule = {name: getattr(stored.optimizer, name) for name in SCHEDULE}
     unit = "samples" if stored.schedules_by_samples else "iters"
-    if schedule["lr_decay_style"] != "constant" and schedule[f"lr_decay_{unit}"] is None:
-        schedule[f"lr_decay_{unit}"] = getattr(stored.training, f"train_{unit}")  # the last step of that training
-    return schedule
+    last = None if stored.optimizer.lr_decay_style == "constant" else getattr(stored.training, f"train_{unit}")
+    schedule = {name: getattr(stored.optimizer, name) for name in SCHEDULE}
+    return schedule | {f"lr_decay_{unit}": schedule[f"lr_decay_{unit}"] or last}  # a decay ends at the last step
 
 
 def _equal(stored: Any, current: Any) -> bool:
