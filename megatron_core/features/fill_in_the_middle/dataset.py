@@ -19,7 +19,7 @@ from megatron_core.training.data import DataPart, DataRequest
 _REARRANGED, _SUFFIX_FIRST, _FIRST_CUT, _SECOND_CUT = range(4)
 
 MARK = "\u263a"
-"""A character that no vocabulary merges with others."""
+"""A character that vocabularies do not merge with its neighbours."""
 BROKEN = "\ufffd"
 """Replacement of bytes that are not a character, because a sample starts or ends within one."""
 

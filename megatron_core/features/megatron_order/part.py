@@ -83,7 +83,7 @@ class MegatronOrder:
             threads=data.num_dataset_builder_threads,
         )
         # Each evaluation reads the same samples, as many as that of the test data.
-        needed = self.num_samples["train" if split_name == "train" else "test"]
+        needed = self.num_samples.get("train" if split_name == "train" else "test", 0)
         if not is_read_once and len(dataset) < needed:
             note(
                 f"the {split_name} data needs {needed:,} samples, but Megatron-LM's order reads files without weights "
