@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -62,7 +63,7 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text, constructed from plain types only.
 
     ValueError: it is not valid YAML, repeats a key, is nested deeper than ``DEEPEST``, has a number of more than
-    ``LONGEST_NUMBER`` characters, or has more than ``MOST_VALUES`` values.
+    ``LONGEST_NUMBER`` characters or in base 8 or 60 (in YAML 1.1, 010 is 8), or has more than ``MOST_VALUES`` values.
     """
     try:
         _check_events(text)
@@ -118,6 +119,8 @@ def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int
     if isinstance(node, yaml.ScalarNode):
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
             raise ValueError(f"it has a number of more than {LONGEST_NUMBER} characters")
+        if node.tag.endswith((":int", ":float")) and re.match(r"[-+]?0[0-7_]+$|.*:", node.value):
+            raise ValueError(f"{node.value} is a number in base 8 or 60; write a decimal number, or text in quotes")
         return 1, 0
     if known.get(id(node)) == (0, 0):
         raise ValueError("an alias refers to a value that contains it")

@@ -84,12 +84,14 @@ ALIASES = "\n".join(
         ("- " * 5_000, "nested deeper than 100 levels"),
         ("a0: &a0 1\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 200)), "nested deeper than 100 levels"),
         ("lr: " + ":".join(["1"] * 1_000_000), "a number of more than 4300 characters"),  # in base 60
+        ("train_iters: 010", "010 is a number in base 8"),
+        ("step_batch_size_schedule: [0:4, 320:8]", "320:8 is a number in base 8 or 60"),
         ("lr: !!bool 3", "does not fit its tag"),
         ("lr: !!timestamp 3", "does not fit its tag"),
         ("lr: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
     ],
 )
-def test_yaml_that_would_use_up_time_or_memory_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_yaml_that_uses_up_time_or_memory_or_is_ambiguous_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(text)
     start = time.monotonic()

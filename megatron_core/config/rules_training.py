@@ -70,12 +70,11 @@ def learning_rate_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         # A negative learning rate is out of range by itself.
         if value > optimizer.lr >= 0:
             yield f"{name}={value} is more than lr={optimizer.lr}; legal: 0 to {optimizer.lr}"
+    named = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
     if optimizer.counts_samples and optimizer.counts_iterations:
-        named = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
         yield f"{named} exclude one another; give all phases of the learning rate in samples, or all in iters"
         return
     if optimizer.counts_samples and config.training.train_samples is None and not config.training.skip_train:
-        named = " and ".join(f"{name}={getattr(optimizer, name)}" for name in _PHASES if getattr(optimizer, name))
         yield f"{named} needs a training by samples; give --train-samples instead of --train-iters, or use --lr-*-iters"
         return
     unit = "samples" if config.schedules_by_samples else "iters"
@@ -124,9 +123,8 @@ def _decay_end(config: RunConfig, world_size: int) -> int | None:
         return config.optimizer.lr_decay_iters
     if training.train_iters is not None:
         return training.train_iters
-    if copies is None or training.micro_batch_size < 1 or (training.global_batch_size or 1) < 1:
-        return None
-    if _first_batch(config, copies) < 1:
+    sizes = training.micro_batch_size, training.global_batch_size or 1
+    if copies is None or min(sizes) < 1 or _first_batch(config, copies) < 1:
         return None
     return training.num_iterations(copies, config.data.seq_length)
 

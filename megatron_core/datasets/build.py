@@ -78,7 +78,7 @@ def divide_files(
     undivided: Callable[[Sequence[str], str], Dataset | None],
     divided: Callable[[Phase, Sequence[float]], Sequence[Dataset | None]],
 ) -> Splits:
-    """Build each split by `whole` from its own paths, or all by `divided` from the last blend and its shares."""
+    """Build each split by `undivided` from its own paths, or all by `divided` from the last blend and its shares."""
     if paths.phases:
         # Phases share the validation and test data of the last one: losses of all phases stay comparable.
         train, valid, test = divided(paths.phases[-1], parse_split(data.split or DEFAULT_SPLIT))

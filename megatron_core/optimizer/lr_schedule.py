@@ -57,7 +57,7 @@ class LearningRateSchedule:
         if step > self.decay_steps:
             return config.min_lr
         if config.lr_decay_style == "inverse-square-root":
-            return max(config.lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)), config.min_lr)
+            return max(config.lr * math.sqrt((self.warmup_steps or 1) / max(step, 1)), config.min_lr)
         return config.min_lr + self._coefficient(step) * (config.lr - config.min_lr)
 
     def weight_decay(self, step: int) -> float:

@@ -174,16 +174,16 @@ def differing_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str
 
 
 def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
-    """Describe the jump of a learning rate that decays until the last step if the last step changed; else ""."""
-    current, unit = config.flat(), "samples" if config.training.train_samples else "iters"
-    before, now = stored.get(f"train_{unit}"), current[f"train_{unit}"]
-    decays = config.optimizer.lr_decay_style not in ("constant", "inverse-square-root")
-    if not decays or current[f"lr_decay_{unit}"] is not None or before in (None, now):
-        return ""
-    return (
-        f"the learning rate decays until the last step: train_{unit} was {before} and is {now}, so it "
-        f"jumps to another value; --lr-decay-{unit} {before} keeps the schedule"
-    )
+    """Describe the jump of rates that change until the last step if the last step changed; else ""."""
+    current, optimizer = config.flat(), config.optimizer
+    ends = [name for name in ("train_iters", "train_samples") if stored.get(name, current[name]) != current[name]]
+    ends_by_default = (optimizer.lr_decay_iters, optimizer.lr_decay_samples) == (None, None)
+    decays = ends_by_default and optimizer.lr_decay_style not in ("constant", "inverse-square-root")
+    rates = ["the learning rate (--lr-decay-iters or --lr-decay-samples keeps it)"] * decays
+    rates += ["the weight decay"] * (optimizer.weight_decay_incr_style != "constant")
+    changes = " and ".join(f"{name} was {stored[name]} and is {current[name]}" for name in ends)
+    text = f"the last step determines {' and '.join(rates)}: {changes}; there is a jump to other values"
+    return text if ends and rates else ""
 
 
 def stored_config(folder: Path) -> RunConfig:
@@ -332,7 +332,10 @@ def _taken(stored: RunConfig, settings: CheckpointConfig) -> dict[str, Any]:
 
 
 def _schedule(stored: RunConfig) -> dict[str, Any]:
-    return {name: getattr(stored.optimizer, name) for name in SCHEDULE}
+    unit = "samples" if stored.schedules_by_samples else "iters"
+    last = None if stored.optimizer.lr_decay_style == "constant" else getattr(stored.training, f"train_{unit}")
+    schedule = {name: getattr(stored.optimizer, name) for name in SCHEDULE}
+    return schedule | {f"lr_decay_{unit}": schedule[f"lr_decay_{unit}"] or last}  # a decay ends at the last step
 
 
 def _equal(stored: Any, current: Any) -> bool:

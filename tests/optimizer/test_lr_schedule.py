@@ -50,6 +50,8 @@ def test_inverse_square_root():
     rates = table(400, lr_decay_style="inverse-square-root", lr_warmup_iters=4)
     expect([rates[3], rates[15], rates[399], rates[400]], [1.0, 0.5, 0.1, 0.1])
     expect(table(4, lr_decay_style="inverse-square-root", min_lr=0.0)[:4], [1.0, 0.5**0.5, 3**-0.5, 0.5])
+    part = table(4, lr_decay_style="inverse-square-root", lr_warmup_fraction=0.16, min_lr=0.0)  # W = 0.64 steps
+    expect(part[:4], [0.8, 0.8 * 0.5**0.5, 0.8 * 3**-0.5, 0.4])
 
 
 @pytest.mark.parametrize(

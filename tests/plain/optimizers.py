@@ -217,7 +217,7 @@ def learning_rate(s: SimpleNamespace, n: int, last: int, highest: float, lowest:
     if n > end:
         return lowest
     if s.lr_decay_style == "inverse-square-root":
-        return max(lowest, highest * math.sqrt(max(warm, 1)) / math.sqrt(n))
+        return max(lowest, highest * math.sqrt(warm or 1) / math.sqrt(n))
     if s.lr_decay_style == "WSD":
         phase = s.lr_wsd_decay_iters or s.lr_wsd_decay_samples
         done = (n - end + phase) / phase

@@ -3,6 +3,7 @@ choose."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel import World
-from megatron_core.training.compatibility import model_settings, with_stored_schedule
+from megatron_core.training.compatibility import model_settings, moved_end, with_stored_schedule
 from megatron_core.training.pretrain import read_settings
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
@@ -99,6 +100,28 @@ def test_rates_of_this_run_or_of_the_checkpoint(folder: dict[str, str]) -> None:
     check(own, plainly(SGD | {"lr": 0.03}, 2, before, skipped=2).weights)
     stored = with_stored_schedule(RunConfig.from_flat(BASE | changed | {"use_checkpoint_opt_param_scheduler": True}))
     check(advanced(stored.flat(), 2), plainly(SGD, 4).weights)
+
+
+def test_a_longer_training_with_the_rates_of_the_checkpoint(folder: dict[str, str]) -> None:
+    """Their decay ends where it ended before, as in Megatron-LM, whose checkpoints have ``lr_decay_steps``."""
+    advanced(ADAM | folder, 2, (2,))
+    longer = {"train_iters": 12, "load": folder["save"], "use_checkpoint_opt_param_scheduler": True}
+    stored = with_stored_schedule(RunConfig.from_flat(BASE | ADAM | longer))
+    check(advanced(stored.flat(), 2), plainly(ADAM, 4).weights)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"train_iters": 12}, "the last step determines the learning rate .--lr-decay-iters or"),
+        ({"train_iters": None, "train_samples": 48}, "train_iters was 6 and is None and train_samples was None and"),
+        ({"train_iters": 12, "lr_decay_iters": 6}, "^$"),
+        ({"train_iters": 12, "lr_decay_iters": 6, "weight_decay_incr_style": "linear"}, "determines the weight decay:"),
+    ],
+)
+def test_rates_that_follow_the_length_of_the_training(changed: Values, words: str) -> None:
+    before, now = (RunConfig.from_flat(BASE | ADAM | values) for values in ({}, changed))
+    assert re.search(words, moved_end(before.flat(), now))
 
 
 def test_model_of_the_checkpoint(folder: dict[str, str]) -> None:

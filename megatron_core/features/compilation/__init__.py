@@ -1,8 +1,7 @@
 """torch.compile of layers (--compile)."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.compilation.rules import compilation_problems, compiles
-from megatron_core.features.compilation.settings import CompilationConfig
+from megatron_core.features.compilation.settings import CompilationConfig, compilation_problems, compiles
 
 COMPILATION = Feature(
     name="compilation",

@@ -1,9 +1,11 @@
-"""Settings of compiled layers."""
+"""Settings of compiled layers, and their rules."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.config import conditions as c
+from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import given, section, setting, without
 from megatron_core.config.training import TrainingConfig
 
@@ -19,3 +21,25 @@ class CompilationConfig(TrainingConfig):
     compile_backend: Literal["inductor", "aot_eager", "eager"] = setting("inductor", needs=given("compile"))
     """inductor: generate code. aot_eager, eager: run the operators of the graphs, to find the cause of a fault: with
     and without graphs of the backward."""
+
+
+def compiles(config: RunConfig) -> bool:
+    """Whether a run compiles its layers."""
+    return config.section(CompilationConfig).compile
+
+
+def compilation_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings whose operations cannot be in a graph."""
+    model = config.model
+    if not compiles(config):
+        return
+    if any(map(model.recomputes, ("layernorm", "mla_up_proj"))):
+        yield (
+            f"compile=True with recompute_modules={', '.join(model.recompute_modules)}: a graph cannot discard the "
+            "outputs of layernorm and mla_up_proj alone; remove them, or --compile"
+        )
+    if model.attention_backend == "flex":
+        yield (
+            "compile=True cannot be used with attention_backend=flex: its kernel cannot be in the graph of a layer; "
+            "remove --compile, or use --attention-backend auto"
+        )

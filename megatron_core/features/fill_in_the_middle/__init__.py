@@ -1,8 +1,11 @@
 """Fill in the middle (FIM): documents are rearranged so that a model learns to write a missing part (--fim-data)."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.fill_in_the_middle.rules import rearrangement_problems
-from megatron_core.features.fill_in_the_middle.settings import FillInTheMiddleConfig, rearranges_documents
+from megatron_core.features.fill_in_the_middle.settings import (
+    FillInTheMiddleConfig,
+    rearrangement_problems,
+    rearranges_documents,
+)
 
 FILL_IN_THE_MIDDLE = Feature(
     name="fill_in_the_middle",

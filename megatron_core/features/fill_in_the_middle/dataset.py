@@ -1,5 +1,6 @@
 """Fill in the middle: rearranges documents so that a model learns to write missing text inside a document."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from megatron_core.training.data import DataPart, DataRequest
 # Identifies each random draw of a document or fragment.
 _REARRANGED, _SUFFIX_FIRST, _FIRST_CUT, _SECOND_CUT = range(4)
 
+MARK = "\u263a"
+"""A character that vocabularies do not merge with its neighbours."""
 BROKEN = "\ufffd"
 """Replacement of bytes that are not a character, because a sample starts or ends within one."""
 
@@ -30,8 +33,9 @@ class FIMDataset:
         P prefix S suffix M middle    (PSM), or, with probability `fim_spm_rate`,
         P S suffix M prefix middle    (SPM).
 
-    Cuts are between characters, not tokens, so that the model is trained on the partial words before a cursor. Each
-    piece is tokenized separately. A sample keeps its L + 1 tokens: it is truncated, or padded with `fim_pad_token`. In
+    Cuts are between characters, not tokens, so that the model is trained on the partial words before a cursor, but not
+    within an added token. Each piece is tokenized separately, middle and suffix without the space that some
+    vocabularies put before a text. A sample keeps its L + 1 tokens: it is truncated, or padded with `fim_pad_token`. In
     a changed sample, loss_mask is 0 where the label is such padding and, with `eod_mask_loss`, where the token is the
     tokenizer's end of document, else 1.
 
@@ -59,6 +63,10 @@ class FIMDataset:
         self._border = None if split is None else _token_id(tokenizer, "fim_split_sample", split)
         # Tokens that the tokenizer puts before every text, such as begin-of-text; a piece must not have them.
         self._lead = tokenizer.tokenize("")
+        added = sorted(getattr(tokenizer, "added_tokens", list)(), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added)) or "(?!)")
+        letter = tokenizer.tokenize("a")[len(self._lead) :]
+        self._adds_space = tokenizer.detokenize([*letter, *letter]) != "aa"
 
     def __getitem__(self, index: int) -> Sample:
         """Item `index` >= 0 of the endless order."""
@@ -120,14 +128,23 @@ class FIMDataset:
         skipped = self._settings.fim_no_prefix
         if not text or BROKEN in text or (skipped is not None and text.startswith(skipped)):
             return tokens
-        first, second = sorted(mix64(*key, cut) % (len(text) + 1) for cut in (_FIRST_CUT, _SECOND_CUT))
-        prefix, middle, suffix = map(self._piece, (text[:first], text[first:second], text[second:]))
+        draws = (mix64(*key, cut) % (len(text) + 1) for cut in (_FIRST_CUT, _SECOND_CUT))
+        first, second = sorted(self._before_added(text, cut) for cut in draws)
+        prefix = self._tokenizer.tokenize(text[:first])[len(self._lead) :]
+        middle, suffix = self._continued(text[first:second]), self._continued(text[second:])
         if _share(*key, _SUFFIX_FIRST) < self._settings.fim_spm_rate:
             return [*lead, self._prefix, self._suffix, *suffix, self._middle, *prefix, *middle]
         return [*lead, self._prefix, *prefix, self._suffix, *suffix, self._middle, *middle]
 
-    def _piece(self, text: str) -> list[int]:
-        return self._tokenizer.tokenize(text)[len(self._lead) :]
+    def _before_added(self, text: str, cut: int) -> int:
+        """The cut, or the beginning of the added token that it would divide."""
+        spans = (match.span() for match in self._added.finditer(text))
+        return next((begin for begin, end in spans if begin < cut < end), cut)
+
+    def _continued(self, text: str) -> list[int]:
+        """The tokens of a text that continues another one. Source: `encode_infilling` of Code Llama."""
+        before = MARK if self._adds_space else ""
+        return self._tokenizer.tokenize(before + text)[len(self._tokenizer.tokenize(before)) :]
 
 
 def _runs(tokens: list[int], border: int) -> Iterator[list[int]]:

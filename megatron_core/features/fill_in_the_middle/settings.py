@@ -1,7 +1,8 @@
-"""Settings of fill-in-the-middle."""
+"""Settings of fill-in-the-middle, and their rule."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
@@ -43,3 +44,9 @@ class FillInTheMiddleConfig:
 def rearranges_documents(config: RunConfig) -> bool:
     """Whether a run rearranges documents."""
     return config.section(FillInTheMiddleConfig).fim_data
+
+
+def rearrangement_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings with which documents cannot be rearranged."""
+    if rearranges_documents(config) and config.data.tokenizer is None:
+        yield "fim_data=True needs the end-of-document id of a tokenizer; give --tokenizer-type or remove it"

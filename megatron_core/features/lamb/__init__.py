@@ -1,8 +1,7 @@
 """LAMB: Adam with steps in proportion to the norm of each tensor."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.lamb.rules import lamb_problems, uses_lamb
-from megatron_core.features.lamb.settings import ROW, LAMBConfig
+from megatron_core.features.lamb.settings import ROW, LAMBConfig, lamb_problems, uses_lamb
 
 LAMB = Feature(
     name="lamb",

@@ -1,11 +1,13 @@
-"""The settings and the row of LAMB."""
+"""The settings, the rules and the row of LAMB."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.optimizers import Moment, OptimizerKind, read_by
+from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import Resume, section, setting
 from megatron_core.config.training import OptimizerConfig
 
@@ -33,3 +35,26 @@ ROW = OptimizerKind(
     settings=("adam_beta1", "adam_beta2", "adam_eps", "lamb_max_coeff", "lamb_min_coeff", "lamb_bias_correction"),
     hidden_lr_power=0,  # the size of updates is in proportion to the weights
 )
+
+
+def uses_lamb(config: RunConfig) -> bool:
+    """Whether the run has this optimizer."""
+    return config.optimizer.optimizer == "lamb"
+
+
+def lamb_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Limits in the wrong order, and state that LAMB cannot have."""
+    if not uses_lamb(config):
+        return
+    settings = config.section(LAMBConfig)
+    if settings.lamb_min_coeff > settings.lamb_max_coeff:
+        yield (
+            f"lamb_min_coeff={settings.lamb_min_coeff} is above lamb_max_coeff={settings.lamb_max_coeff}; use a "
+            "smaller --lamb-min-coeff"
+        )
+    if settings.offloads_optimizer or settings.bf16_settings:
+        yield (
+            "optimizer=lamb needs norms of whole tensors before it updates a weight, so its main weights must be in "
+            "float32 on the device; remove --optimizer-cpu-offload, --optimizer-offload-dir and "
+            "--main-params-dtype bf16"
+        )

@@ -1,8 +1,7 @@
 """Checkpoints for a fast restart in the memory of each host (``--non-persistent-ckpt-type local``)."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.local_copies.rules import copies_locally, local_copy_problems
-from megatron_core.features.local_copies.settings import LocalCopiesConfig
+from megatron_core.features.local_copies.settings import LocalCopiesConfig, copies_locally, local_copy_problems
 
 LOCAL_COPIES = Feature(
     name="local_copies",

@@ -161,8 +161,8 @@ def check_place(index: int, length: int, split_name: str) -> None:
         raise DataError(
             f"sample {index} of the {split_name} data, of which --data-order megatron has ordered {length}: "
             f"Megatron's order is finite and depends on the number of samples requested; raise {MORE[split_name]} "
-            "from the "
-            "start of the run (which changes the order), or use --data-order keyed, which is endless"
+            "from the start of the run (which changes the order), give several files weights (without them each is "
+            "read once), or use --data-order keyed, which is endless"
         )
 
 

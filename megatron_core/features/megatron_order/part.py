@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.build import Share, Splits, build_datasets
@@ -67,7 +69,7 @@ class MegatronOrder:
                 )
         settings = self.config.section(MegatronOrderConfig)
         is_read_once = data.full_validation and split_name != "train"
-        return build_megatron_order(
+        dataset: Any = build_megatron_order(
             [file for file, _ in shares],
             [sequences for _, sequences in shares],
             weights,
@@ -80,6 +82,14 @@ class MegatronOrder:
             surplus=settings.mid_level_dataset_surplus,
             threads=data.num_dataset_builder_threads,
         )
+        # Each evaluation reads the same samples, as many as that of the test data.
+        needed = self.num_samples.get("train" if split_name == "train" else "test", 0)
+        if not is_read_once and len(dataset) < needed:
+            note(
+                f"the {split_name} data needs {needed:,} samples, but Megatron-LM's order reads files without weights "
+                f"once: the run stops with an error after {len(dataset):,}; give weights"
+            )
+        return dataset
 
 
 def wanted_samples(config: RunConfig, data_parallel_size: int) -> dict[str, int]:

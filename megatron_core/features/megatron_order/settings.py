@@ -1,7 +1,8 @@
-"""Settings of Megatron-LM's order of samples."""
+"""Settings of Megatron-LM's order of samples, and their rule."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
@@ -25,3 +26,13 @@ class MegatronOrderConfig:
 def has_megatrons_order(config: RunConfig) -> bool:
     """Whether a run reads samples in Megatron-LM's order."""
     return config.data.data_order == "megatron"
+
+
+def finite_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings that contradict a finite order of samples."""
+    data = config.data
+    if has_megatrons_order(config) and data.phase_hooks:
+        yield (
+            f"data_phases={config.value('data_phases')} needs data_order=keyed, which can start at any sample; "
+            "remove --data-order megatron"
+        )

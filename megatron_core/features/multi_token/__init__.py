@@ -1,8 +1,7 @@
 """Multi-token prediction: layers after the last one that predict tokens after the next one, in training."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.multi_token.rules import multi_token_problems
-from megatron_core.features.multi_token.settings import MultiTokenConfig
+from megatron_core.features.multi_token.settings import MultiTokenConfig, multi_token_problems
 
 MULTI_TOKEN = Feature(
     name="multi_token",

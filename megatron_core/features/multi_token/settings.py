@@ -1,9 +1,11 @@
-"""Settings of multi-token prediction."""
+"""Settings of multi-token prediction, and their rules."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_core.config import ranges as r
 from megatron_core.config.model import ModelConfig
+from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
 
 SEVERAL_DEPTHS = Condition("--mtp-num-layers of 2 or more", lambda run: (run.model.mtp_num_layers or 0) > 1)
@@ -48,3 +50,18 @@ class MultiTokenConfig(ModelConfig):
         """Number of multi-token prediction layers with weights of their own."""
         count = self.mtp_num_layers or 0
         return min(count, 1) if self.mtp_use_repeated_layer else count
+
+
+def multi_token_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Embeddings that the layers of multi-token prediction do not have."""
+    model = config.model.section(MultiTokenConfig)
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
+        yield (
+            f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
+            "whose table is on the first stage alone; use --position-embedding-type rope"
+        )
+    if model.mtp_num_layers and model.embedding_layernorm:
+        yield (
+            f"mtp_num_layers={model.mtp_num_layers} cannot be used with embedding_layernorm=True: layers of "
+            "multi-token prediction have their own norm of embeddings; remove one of them"
+        )

@@ -39,6 +39,8 @@ class PreferenceFile(ConversationFile):
                 )
             if not all(is_learned(message) for message in messages[prompt_length:] if message["role"] == "assistant"):
                 raise DataError(f"a message of {side} is excluded from the loss; remove its flag, or the line")
+        if all(message["role"] == "system" for message in chosen[:prompt_length]):
+            raise DataError("chosen and rejected answer no message; give prompt, or lists with the user's messages")
         return content._replace(prompt_length=prompt_length)
 
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:

@@ -1,8 +1,7 @@
 """Evaluation on multiple-choice questions."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.questions.rules import question_problems
-from megatron_core.features.questions.settings import QuestionConfig, has_questions
+from megatron_core.features.questions.settings import QuestionConfig, has_questions, question_problems
 
 QUESTIONS = Feature(
     name="questions",

@@ -1,8 +1,10 @@
-"""Settings of multiple-choice questions."""
+"""Settings of multiple-choice questions, and their rule."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_core.config import conditions as c
+from megatron_core.config.rule_helpers import shown
 from megatron_core.config.run import RunConfig
 from megatron_core.config.setting import section, setting
 
@@ -21,3 +23,10 @@ class QuestionConfig:
 def has_questions(config: RunConfig) -> bool:
     """Whether evaluations include questions."""
     return bool(config.section(QuestionConfig).choices_data_path)
+
+
+def question_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Questions need a tokenizer."""
+    paths = config.section(QuestionConfig).choices_data_path
+    if paths and config.data.tokenizer is None:
+        yield f"choices_data_path={shown(paths)} has texts, and tokenizer_type=None; give a tokenizer"

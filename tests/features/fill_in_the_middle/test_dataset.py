@@ -270,8 +270,16 @@ def test_a_begin_of_text_id_stays_at_the_beginning(tmp_path: Path) -> None:
         document = runs(text_of(dataset[index]), tokenizer.eod)[0]
         assert document[:2] == [begin, prefix] and document.count(begin) == 1
         first, second = document.index(suffix), document.index(middle)
-        parts = (document[2:first], document[second + 1 :], document[first + 1 : second])
-        assert "".join(map(tokenizer.detokenize, parts)) == "the cat and the hat"
+        in_order = [*document[2:first], *document[second + 1 :], *document[first + 1 : second]]
+        assert tokenizer.detokenize(in_order) == "the cat and the hat"  # no space before middle and suffix
+
+
+def test_added_tokens_are_not_cut(tokenizer: Tokenizer) -> None:
+    text = tokenizer.tokenize("one<file>two<file>three")
+    dataset = wrapped([[*text, *[tokenizer.eod] * 20]], tokenizer, fim_rate=1.0)
+    documents = [runs(text_of(dataset[index]), tokenizer.eod)[0] for index in range(50)]
+    assert all(document.count(tokenizer.tokenize("<file>")[0]) == 2 for document in documents)
+    assert {restored(document, tokenizer)[1] for document in documents} == {"one<file>two<file>three"}
 
 
 def test_tokens_that_the_tokenizer_does_not_have(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -60,3 +60,16 @@ def test_samples_are_those_of_megatron(name: str, tmp_path: Path) -> None:
     splits = make_splits(config, 1, None, VOCABULARY)
     expected = json.loads(RECORDED.read_text())[name]
     assert facts({"train": splits.train, "valid": splits.valid}) == expected
+
+
+def test_too_few_samples_are_named_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without weights Megatron Core reads each file once, and stops at the end (``BlendedDataset`` by size)."""
+    write_files(tmp_path)
+    data = {"data_order": "megatron", "seq_length": LENGTH, "vocab_size": VOCABULARY}
+    training = {"global_batch_size": 4, "train_iters": 100, "eval_iters": 3}
+    config = RunConfig.from_flat(data | training | settings_in(tmp_path, "by size"))
+    splits: Any = make_splits(config, 1, None, VOCABULARY)
+    notes = capsys.readouterr().out.splitlines()
+    assert [note.split("once:")[1] for note in notes] == [
+        f" the run stops with an error after {len(split)}; give weights" for split in (splits.train, splits.valid)
+    ]

@@ -53,6 +53,8 @@ def test_tokens_of_answers_are_those_of_trl(kind: str, template: str, tmp_path: 
 def test_answers_to_different_prompts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     for line, message in (
+        ({"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"}, "answer no message"),
+        ({"chosen": _turns("a:the"), "rejected": _turns("a:cat"), "system": "x"}, "answer no message"),
         (SEVERAL | {"chosen": _turns("u:hat a:the")}, "differ from message 1 on, which in chosen has the role 'user'"),
         (SEVERAL | {"rejected": [SEVERAL["chosen"][0] | {"weight": 1}, *SEVERAL["rejected"][1:]]}, "from message 1 on"),
         (
