@@ -28,7 +28,7 @@ class SharedWeights:
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._device = device
         self._memories: dict[int, Tensor] = {}
-        if dist.is_initialized() and dist.get_backend() == SHARED_MEMORY:
+        if device.type == "cpu" and dist.is_initialized() and dist.get_backend() == SHARED_MEMORY:
             self._share(parameters)
         self.is_shared = bool(self._memories)
 
