@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 
 from benchmarks.results import Row, append
@@ -67,9 +68,11 @@ def measure(settings: dict[str, Any], layout: dict[str, int], repeats: int) -> t
     updates = []
     plain = []
     for _ in range(repeats):
+        dist.barrier()  # neither time contains the wait for a rank that is late
         began = time.perf_counter()
         sampler.update_weights()
         updates.append(time.perf_counter() - began)
+        dist.barrier()
         began = time.perf_counter()
         for copy, memory in zip(copies, memories, strict=True):
             copy.copy_(memory)

@@ -36,6 +36,7 @@ from megatron_core.post_training.answers import (
     request_of,
 )
 from megatron_core.post_training.expert_recorder import ExpertRecorder
+from megatron_core.post_training.shared_weights import SharedWeights
 from megatron_core.post_training.trainer import Trainer
 from megatron_core.post_training.weights import WeightTransfer
 
@@ -111,10 +112,11 @@ class RolloutSampler:
         self._prompt_lengths: dict[int, int] = {}
         self._next_number = 0
         self._calls = hashlib.sha256()
+        shared = SharedWeights(self.parameters(), world.device)
         targets: Iterable[TensorBox] = (
             piece for model in stages.values() for piece in parameter_pieces(model.named_global_parameters())
         )
-        self._transfer = WeightTransfer(run.data_parallel, targets, world.device)
+        self._transfer = WeightTransfer(run.data_parallel, targets, world.device, shared)
         self.version = -1
         self.update_weights()
 

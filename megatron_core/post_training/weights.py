@@ -14,6 +14,7 @@ from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import gather_from_all_ranks
+from megatron_core.post_training.shared_weights import SharedWeights
 from megatron_core.training.state import held_weights, weight_pieces
 
 WINDOW_BYTES = 64 * 2**20
@@ -68,10 +69,17 @@ class WeightTransfer:
     """Fills the memory of ``targets`` with the trained weights whenever ``run`` is called; built once for a layout.
 
     The plan is computed from the boxes that each rank owns and needs. A box that this rank holds is copied in place;
-    of the others, each rank sends the parts that it would save in a checkpoint.
+    of the others, each rank sends the parts that it would save in a checkpoint, or writes them into the memory of the
+    other rank if it is ``shared``.
     """
 
-    def __init__(self, data: DataParallel, targets: Iterable[TensorBox], device: torch.device) -> None:
+    def __init__(
+        self,
+        data: DataParallel,
+        targets: Iterable[TensorBox],
+        device: torch.device,
+        shared: SharedWeights | None = None,
+    ) -> None:
         _check_present(data)
         self._data = data
         self._device = device
@@ -82,25 +90,31 @@ class WeightTransfer:
         needs = _boxes_by_rank(far, device)
         names = {name for boxes in needs for name in boxes}
         owners = _boxes_by_rank((piece for piece in self._owned() if piece.name in names), device)
-        this_rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._sends: dict[int, list[_Move]] = defaultdict(list)
         self._receives: dict[int, list[_Move]] = defaultdict(list)
         for receiver, wanted in enumerate(needs):
             for sender, owned in enumerate(owners):
-                if this_rank not in (sender, receiver):
+                if self._rank not in (sender, receiver):
                     continue
                 moves = list(_moves(wanted, owned))
-                if this_rank == sender and moves:
+                if self._rank == sender and moves:
                     self._sends[receiver] = moves
-                if this_rank == receiver and moves:
+                if self._rank == receiver and moves:
                     self._receives[sender] = moves
         _check_complete(far, self._receives)
         self._copies: _Copies | None = None
         self._known_addresses: list[int] = []
         self._moved_all = False
-        self._far: dict[str, list[TensorBox]] = defaultdict(list)
+        far_by_name = defaultdict[str, list[TensorBox]](list)
         for piece in far:
-            self._far[piece.name].append(piece)
+            far_by_name[piece.name].append(piece)
+        self._writes_to_others = shared is not None and shared.is_shared and any(needs)
+        """Equal on all ranks."""
+        self._written: dict[int, dict[str, list[TensorBox]]] = {self._rank: far_by_name}
+        """By rank and name: the memory that this rank fills without messages."""
+        if shared is not None and self._writes_to_others:
+            self._written |= shared.pieces_of_others(far)
 
     def _owned(self) -> list[TensorBox]:
         """The weights that this rank would save in a checkpoint of the whole model; those of all ranks are the
@@ -125,13 +139,19 @@ class WeightTransfer:
             self._copies = self._views_to_copy()
             self._known_addresses = addresses
         copies = self._copies
+        if self._writes_to_others:
+            dist.barrier()  # another rank may still sample with its weights
         if copies.targets:
             torch._foreach_copy_(copies.targets, copies.sources)
-        received = sum(self._exchange(one_round) for one_round in copies.rounds)
+        for one_round in copies.rounds:
+            self._exchange(one_round)
+        if self._writes_to_others:
+            dist.barrier()
+        arrivals = [move for sender, moves in self._receives.items() if sender != self._rank for move in moves]
         if not self._moved_all:
             self._moved_all = True
             self._leave_out_constant()
-        return received
+        return sum(move.box.numel for move in arrivals) * self._wire_dtype.itemsize
 
     def _addresses(self) -> list[int]:
         """Where the weights are in memory: a program may have exchanged the memory of a parameter."""
@@ -157,14 +177,14 @@ class WeightTransfer:
         for piece in self._owned():
             sources[piece.name].append(piece)
         copies = _Copies([piece.memory for piece in self._local], [views[p.name, p.box] for p in self._local], [])
-        this_rank = dist.get_rank() if dist.is_initialized() else 0
-        for move in self._receives.get(this_rank, ()):
-            values = _values(sources[move.name], move)
-            for target, index in self._places(move):
-                copies.targets.append(target)
-                copies.sources.append(values[index])
-        sends = {rank: _windows(moves) for rank, moves in self._sends.items() if rank != this_rank}
-        receives = {rank: _windows(moves) for rank, moves in self._receives.items() if rank != this_rank}
+        for receiver, pieces in self._written.items():
+            for move in self._sends.get(receiver, ()):
+                values = _values(sources[move.name], move)
+                for target, index in _places(pieces, move):
+                    copies.targets.append(target)
+                    copies.sources.append(values[index])
+        sends = {rank: _windows(moves) for rank, moves in self._sends.items() if rank not in self._written}
+        receives = {rank: _windows(moves) for rank, moves in self._receives.items() if rank not in self._written}
         for number in range(max(map(len, (*sends.values(), *receives.values())), default=0)):
             one_round = _Round([], [])
             for rank, windows in sends.items():
@@ -172,17 +192,10 @@ class WeightTransfer:
                     one_round.sends.append((rank, [_values(sources[move.name], move) for move in moves]))
             for rank, windows in receives.items():
                 for moves in _messages(windows, number):
-                    places = [(move.box, list(self._places(move))) for move in moves]
+                    places = [(move.box, list(_places(self._written[self._rank], move))) for move in moves]
                     one_round.receives.append(_Arrival(rank, self._place_of(places), places))
             copies.rounds.append(one_round)
         return copies
-
-    def _places(self, move: _Move) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """The memory that needs a part of a move, and the part's index in it."""
-        for piece in self._far[move.name]:
-            common = piece.box.intersect(move.box)
-            if common is not None:
-                yield piece.memory[common.within(piece.box)], common.within(move.box)
 
     def _place_of(self, places: Sequence[_Places]) -> Tensor | None:
         """The memory into which a message of one box can be received, if it needs the whole box in one place."""
@@ -193,7 +206,7 @@ class WeightTransfer:
                     return target.view(-1)
         return None
 
-    def _exchange(self, one_round: _Round) -> int:
+    def _exchange(self, one_round: _Round) -> None:
         """Exchange the messages of a round."""
         operations = []
         arriving: list[tuple[_Arrival, Tensor]] = []
@@ -218,7 +231,6 @@ class WeightTransfer:
                 for target, index in places:
                     if target.data_ptr() != shaped[index].data_ptr():
                         target.copy_(shaped[index])
-        return sum(buffer.nbytes for _, buffer in arriving)
 
     @property
     def _wire_dtype(self) -> torch.dtype:
@@ -281,6 +293,14 @@ def _values(pieces: Sequence[TensorBox], move: _Move) -> Tensor:
         if piece.box.intersect(move.box) == move.box:
             return piece.memory[move.box.within(piece.box)]
     raise LayoutError(f"{move.name}: this rank no longer has the box {move.box}; build the transfer again")
+
+
+def _places(pieces: dict[str, list[TensorBox]], move: _Move) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """The memory in ``pieces`` that needs a part of a move, and the part's index in it."""
+    for piece in pieces[move.name]:
+        common = piece.box.intersect(move.box)
+        if common is not None:
+            yield piece.memory[common.within(piece.box)], common.within(move.box)
 
 
 def _windows(moves: Sequence[_Move]) -> list[list[_Move]]:

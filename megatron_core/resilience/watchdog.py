@@ -8,6 +8,7 @@ torchrun restarts them. Nothing here waits indefinitely for the store, because a
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -48,11 +49,14 @@ class Watchdog:
         self.prefix = ""
         self._iteration = 0
         self._beat = 0.0
-        self._answered = self._leaving = False
+        self._answered = False
+        self._leaving = threading.Event()
         # The thread whose stack is reported: it calls the collectives.
         self._main = threading.main_thread().ident
         self._host = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     def beat(self, iteration: int) -> None:
         """A step starts; from the first one on, a rank without progress is reported."""
@@ -63,9 +67,14 @@ class Watchdog:
         """Stop checking for progress, because the remaining work may be slow."""
         self._beat = 0.0
 
+    def _stop(self) -> None:
+        # A thread that is in a call of torch while Python ends would abort the process.
+        self._leaving.set()
+        self._thread.join(EARLY)
+
     def leave(self, reason: str) -> None:
         """This rank ends; with a ``reason`` the other ranks end too, without waiting for it."""
-        self._leaving = True
+        self._leaving.set()
         # Once: a rank that is already a part of a report must not start another.
         if reason and not self._answered:
             self._answered = True
@@ -86,7 +95,8 @@ class Watchdog:
         ``error``: its traceback replaces the current location of this rank.
         """
         # This thread reports, so the polling thread must neither answer for this rank nor end it before it has printed.
-        self._answered = self._leaving = True
+        self._answered = True
+        self._leaving.set()
         answer = self._place()
         if error is not None:
             answer["line"] = _line(traceback.extract_tb(error.__traceback__))
@@ -134,10 +144,7 @@ class Watchdog:
         return True
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(POLL)
-            if self._leaving:
-                return
+        while not self._leaving.wait(POLL):
             try:
                 is_requested = self._store.check(["reason"])
             except (RuntimeError, OSError):

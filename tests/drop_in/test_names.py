@@ -18,7 +18,7 @@ def test_the_page_has_a_table() -> None:
 
 @pytest.mark.parametrize(("module", "names"), ROWS, ids=[module for module, _ in ROWS])
 def test_names_are_there(module: str, names: str) -> None:
-    parent = "megatron." if module.startswith("training") else "megatron.core."
+    parent = "megatron." if module.startswith(("training", "rl.")) else "megatron.core."
     home = import_module(f"{parent}{module}".rstrip("."))
     assert [name for name in re.findall(r"`(\w+)`", names) if not hasattr(home, name)] == []
 

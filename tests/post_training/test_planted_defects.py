@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_core.post_training import policy_loss, sampler, token_batch
 from megatron_core.post_training.step_data import StepData
@@ -72,16 +74,27 @@ def _one_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(weights, "_windows", lambda moves: real(moves)[:1])
 
 
+def _only_own_memory(patch: pytest.MonkeyPatch) -> None:
+    """A rank does not write into the memory of the others."""
+    from megatron_core.post_training import shared_weights
+
+    def no_pieces(self: shared_weights.SharedWeights, pieces: Any) -> dict[int, Any]:
+        return {rank: defaultdict(list) for rank in self._memories.keys() - {dist.get_rank()}}
+
+    patch.setattr(shared_weights.SharedWeights, "pieces_of_others", no_pieces)
+
+
 AGAINST_TRL: dict[str, tuple[Plant, str, str]] = {
     "sums over a trajectory are those of a rank": (_local_sums, "gspo", "cp2"),
     "the gradient of a sum over a trajectory is that of a rank": (_gradient_of_one_rank, "gspo", "cp2"),
     "the mean over trajectories is a mean over tokens": (_means_over_tokens, "grpo", "one process"),
     "entropy is that of a rank's vocabulary": (_entropy_of_one_rank, "mean over tokens, entropy", "tp2 sp"),
 }
-OF_BITS: dict[str, tuple[Plant, str, str]] = {
-    "every tensor-parallel rank reports": (_every_rank_reports, "tp2 sp", "replicas"),
-    "the sampler keeps the first weights": (_outdated_weights, "dp2 zero3", "tp2"),
-    "messages of weights end after a window": (_one_window, "pp2", "replicas"),
+OF_BITS: dict[str, tuple[Plant, str, str, str]] = {
+    "every tensor-parallel rank reports": (_every_rank_reports, "tp2 sp", "replicas", "auto"),
+    "the sampler keeps the first weights": (_outdated_weights, "dp2 zero3", "tp2", "auto"),
+    "messages of weights end after a window": (_one_window, "pp2", "replicas", "gloo"),
+    "weights are not written into other memory": (_only_own_memory, "pp2", "replicas", "auto"),
 }
 
 
@@ -157,10 +170,11 @@ def test_the_steps_of_a_reward_model_find(target: str, old: str, new: str, tmp_p
 
 @pytest.mark.parametrize("name", OF_BITS)
 def test_the_bits_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, trained, sampled = OF_BITS[name]
+    plant, trained, sampled, backend = OF_BITS[name]
     plant(monkeypatch)
+    arguments = layouts._config(trained), layouts.SAMPLED[sampled], True, 2
     try:
-        (steps, *_) = run_ranks(2, layouts._learn, layouts._config(trained), layouts.SAMPLED[sampled], True, 2)
+        steps, *_ = run_ranks(2, layouts._learn, *arguments, backend=backend)
     except RankFailure as failure:
         # Memory that no message has filled may hold NaN, of which no token can be sampled.
         assert "no token can be sampled" in str(failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,3 +54,38 @@ def test_exchanged_memory_is_copied() -> None:
     parameter.data = torch.full_like(parameter.data, 3.0)
     sampler.update_weights()
     assert any(torch.equal(copied, parameter) for copied in sampler.parameters())
+
+
+def _copied(settings: dict[str, Any], layout: dict[str, int]) -> tuple[list[Any], int]:
+    """The sampler's weights after a step and the messages of this rank's updates."""
+    trainer = Trainer(_config(**settings), this_world())
+    sampler = RolloutSampler(trainer, **layout)
+    sent = 0
+    exchange = torch.distributed.batch_isend_irecv
+
+    def counted(operations: list[Any]) -> list[Any]:
+        nonlocal sent
+        sent += len(operations)
+        return exchange(operations)
+
+    torch.distributed.batch_isend_irecv = counted
+    trainer.train_on([Trajectory.of_answer([1, 2], [3, 4, 5])], objectives.cross_entropy())
+    sampler.update_weights()
+    return [parameter.numpy() for parameter in sampler.parameters()], sent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "layout"),
+    [
+        (2, {"zero_stage": 3}, {}),
+        (2, {"pipeline_model_parallel_size": 2}, {"tensor_parallel": 2}),
+        (4, {"tensor_model_parallel_size": 2, "zero_stage": 2}, {"pipeline_parallel": 2}),
+    ],
+)
+def test_ranks_of_a_host_write_without_messages(ranks: int, settings: dict[str, Any], layout: dict[str, int]) -> None:
+    shared = run_ranks(ranks, _copied, settings | {"fp64": True}, layout)
+    messages = run_ranks(ranks, _copied, settings | {"fp64": True}, layout, backend="gloo")
+    assert sum(sent for _, sent in shared) == 0 < sum(sent for _, sent in messages)
+    for (written, _), (received, _) in zip(shared, messages, strict=True):
+        for one, other in zip(written, received, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)

@@ -9,9 +9,10 @@ import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -106,32 +107,19 @@ class Host:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
-        self.peers: dict[int, Peer] = {}
-        descriptor = -1
-        try:
-            address, descriptor = self._open_arena()
-        except _Unavailable as error:
-            address = f"\n{error}"
-        cards = _exchange(store, "arena", address, rank, size)
-        self.hosts = [card.split("\n")[0] for card in cards]
-        reason = cards[rank].split("\n")[1] if descriptor < 0 else ""
-        if descriptor >= 0:
-            try:
-                for other in range(size):
-                    if self.hosts[other] == self.hosts[rank]:
-                        self.peers[other] = _map(cards[other].split("\n")[1:], other)
-            except _Unavailable as error:
-                reason = str(error)
-        # After this exchange every rank has finished mapping.
-        self.reasons = _exchange(store, "mapped", reason, rank, size)
-        if descriptor >= 0:
-            os.close(descriptor)
+        library = shared_memory_library()
+        obstacle = library if isinstance(library, str) else ""
+        bytes_ = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        numbers = count()
+
+        def gather(text: str) -> list[str]:
+            return _exchange(store, f"arena {next(numbers)}", text, rank, size)
+
+        self.hosts, self.reasons, self.peers = map_arenas(bytes_, rank, gather, obstacle)
         if not self.reasons[rank]:
             own_peer = self.peers[rank]
             crowded = len(self.peers) > len(os.sched_getaffinity(0))
-            self.endpoint = shared_memory_library().endpoint(
-                own_peer.address, len(own_peer.mapping), 0 if crowded else SPIN
-            )
+            self.endpoint = library.endpoint(own_peer.address, len(own_peer.mapping), 0 if crowded else SPIN)
 
     def obstacle(self, ranks: Sequence[int]) -> str | None:
         """Reason why these ranks cannot use shared memory; None if they can. The same on all of them."""
@@ -139,24 +127,54 @@ class Host:
             return "its ranks are on several hosts"
         return next((f"rank {rank}: {self.reasons[rank]}" for rank in ranks if self.reasons[rank]), None)
 
-    def _open_arena(self) -> tuple[str, int]:
-        """Create this rank's arena; returns the text that other ranks need to open it, and its file descriptor."""
-        loaded = shared_memory_library()
-        if isinstance(loaded, str):
-            raise _Unavailable(loaded)
-        bytes_ = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        token = secrets.token_hex(16)
-        descriptor = -1
+
+def map_arenas(
+    bytes_: int, rank: int, gather: Callable[[str], list[str]], obstacle: str = ""
+) -> tuple[list[str], list[str], dict[int, Peer]]:
+    """Create an arena of ``bytes_`` on each rank, and map those of this host's ranks; a collective call.
+
+    ``gather`` returns the texts of all ranks. ``obstacle``: why this rank takes no part. Returns the host of each rank,
+    the reason why it cannot share memory (empty if it can), and the arenas by rank; they begin at ``Peer.address`` and
+    have another page at the end.
+    """
+    descriptor = -1
+    reason = obstacle
+    if not reason:
         try:
-            descriptor = os.memfd_create("megatron")
-            os.ftruncate(descriptor, bytes_ + mmap.PAGESIZE)
-            os.pwrite(descriptor, token.encode(), bytes_)
-            card = [host_identity(), str(os.getpid()), _start_time(os.getpid()) or "", str(descriptor), token]
-        except (OSError, ValueError, OverflowError, AttributeError) as error:
-            if descriptor >= 0:
-                os.close(descriptor)
-            raise _Unavailable(f"no shared memory of {bytes_ >> 20} MiB: {error}") from None
-        return "\n".join(card), descriptor
+            card, descriptor = _open_arena(bytes_)
+        except _Unavailable as error:
+            reason = str(error)
+    cards = gather(card if descriptor >= 0 else f"\n{reason}")
+    hosts = [text.split("\n")[0] for text in cards]
+    peers: dict[int, Peer] = {}
+    if descriptor >= 0:
+        try:
+            for other, host in enumerate(hosts):
+                if host == hosts[rank]:
+                    peers[other] = _map(cards[other].split("\n")[1:], other)
+        except _Unavailable as error:
+            reason = str(error)
+    # After this exchange every rank has finished mapping.
+    reasons = gather(reason)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return hosts, reasons, peers
+
+
+def _open_arena(bytes_: int) -> tuple[str, int]:
+    """Create this rank's arena; returns the text that other ranks need to open it, and its file descriptor."""
+    token = secrets.token_hex(16)
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("megatron")
+        os.ftruncate(descriptor, bytes_ + mmap.PAGESIZE)
+        os.pwrite(descriptor, token.encode(), bytes_)
+        card = [host_identity(), str(os.getpid()), _start_time(os.getpid()) or "", str(descriptor), token]
+    except (OSError, ValueError, OverflowError, AttributeError) as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise _Unavailable(f"no shared memory of {bytes_ >> 20} MiB: {error}") from None
+    return "\n".join(card), descriptor
 
 
 class _Unavailable(Exception):

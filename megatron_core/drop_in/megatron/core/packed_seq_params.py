@@ -39,7 +39,7 @@ class PackedSeqParams:
         padded = self.cu_seqlens_q_padded
         if self.cu_seqlens_q is None or (padded is not None and not padded.equal(self.cu_seqlens_q)):
             raise ConfigError("PackedSeqParams: cu_seqlens_q is required, and cu_seqlens_q_padded is not supported")
-        borders = self.cu_seqlens_q.tolist()
+        borders = self.cu_seqlens_q.unique_consecutive().tolist()  # some programs repeat the last border
         lengths: list[list[int]] = [[] for _ in range(batch)]
         for start, stop in pairwise(borders):
             if start // length >= batch or (stop - 1) // length != start // length:
