@@ -156,10 +156,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self.tput_timer.start()
         if self.module.training:
             kwargs = self._with_schedules(kwargs, self.global_steps + 1)
-        with (
-            self._timed("forward"),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self.torch_autocast_enabled()),
-        ):
+        with self._timed("forward"), self._autocast():
             return self.core.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
