@@ -368,9 +368,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         """Compile the model in place, by torch; at stage 3 gathers divide the graph at each module with parameters."""
         if unknown := sorted(name for name, value in others.items() if value):
             raise ConfigError(f"engine.compile: {', '.join(unknown)} of DeepCompile is not supported; remove it")
-        options = {**(compile_kwargs or {}), "backend": backend}
         self.core.data_parallel.keep_hooks_out_of_graphs()
-        self.module.compile(**options)
+        self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
         self._is_compiled = True
 
     @property

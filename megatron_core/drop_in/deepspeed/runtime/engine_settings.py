@@ -92,13 +92,10 @@ class EngineSettings:
     def _autocast(self) -> torch.autocast:
         """Return the context of a forward: that of ``torch_autocast``, whatever context the program has around it."""
         is_enabled = self.torch_autocast_enabled()
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind) and not is_enabled:
-            warning_once(
-                "torch.autocast around a forward of the engine has no effect, as with DeepSpeed: enable bf16 or "
-                "torch_autocast in the configuration, or call engine.module"
-            )
-        return torch.autocast(kind, self.torch_autocast_dtype(), enabled=is_enabled)
+        if torch.is_autocast_enabled(self.device.type) and not is_enabled:
+            fix = "enable bf16 or torch_autocast in the configuration, or call engine.module"
+            warning_once(f"torch.autocast around a forward of the engine has no effect, as with DeepSpeed: {fix}")
+        return torch.autocast(self.device.type, self.torch_autocast_dtype(), enabled=is_enabled)
 
     # ZeRO.
 
