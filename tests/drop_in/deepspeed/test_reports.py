@@ -126,7 +126,7 @@ def test_autocast_of_the_program_has_no_effect_and_is_named(caplog: pytest.LogCa
         output = engine(_batch(0))
     assert torch.equal(output, expected)
     messages = [record.getMessage() for record in caplog.records]
-    assert any("torch.autocast around a forward of the engine has no effect" in text for text in messages)
+    assert any("torch.autocast around the engine's forward has no effect" in text for text in messages)
 
 
 @pytest.mark.parametrize(

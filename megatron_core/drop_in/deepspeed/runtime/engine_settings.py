@@ -91,11 +91,9 @@ class EngineSettings:
 
     def _autocast(self) -> torch.autocast:
         """Return the context of a forward: that of ``torch_autocast``, whatever context the program has around it."""
-        is_enabled = self.torch_autocast_enabled()
-        if torch.is_autocast_enabled(self.device.type) and not is_enabled:
-            fix = "enable bf16 or torch_autocast in the configuration, or call engine.module"
-            warning_once(f"torch.autocast around a forward of the engine has no effect, as with DeepSpeed: {fix}")
-        return torch.autocast(self.device.type, self.torch_autocast_dtype(), enabled=is_enabled)
+        if torch.is_autocast_enabled(self.device.type) and not self.torch_autocast_enabled():
+            warning_once("torch.autocast around the engine's forward has no effect: set torch_autocast in the JSON")
+        return torch.autocast(self.device.type, self.torch_autocast_dtype(), enabled=self.torch_autocast_enabled())
 
     # ZeRO.
 
