@@ -247,6 +247,12 @@ class AgreeingDataParallel(DataParallel):
                 named[stage, number] = f"{name} of stage {stage}" if several else name
         return Agreement(self.groups.make_control_group(), sums, named, self.settings.zero_stage)
 
+    def keep_hooks_out_of_graphs(self) -> None:
+        """Let a later ``torch.compile`` of the module call the hooks of units instead of tracing their collectives."""
+        for sync in self._sync.values():
+            for name in ("_enter_module", "_leave_module", "_enter_forward", "_leave_forward"):
+                setattr(sync, name, torch.compiler.disable(getattr(sync, name)))
+
     @torch.no_grad()
     def give_back(self) -> None:
         """Leave the module as a module of torch, with whole weights and without hooks; on all ranks together."""

@@ -85,10 +85,15 @@ def _check(modules: Sequence[nn.Module], dims: object) -> None:
             raise ConfigError(f"fully_shard: {name} has no forward; shard its entries")
         inner = next((child for child in module.modules() if is_compiled(child)), None)
         if inner is not None:
-            raise ConfigError(
-                f"fully_shard: {type(inner).__name__} is compiled, and graphs cannot gather weights; remove compile(), "
-                'or use megatron_core.initialize with {"zero_stage": 3, "compile": True}'
-            )
+            _refuse_graphs(inner)
+
+
+@torch._dynamo.disable
+def _refuse_graphs(module: nn.Module) -> NoReturn:
+    raise ConfigError(
+        f"fully_shard: {type(module).__name__} is compiled, and graphs cannot gather weights; remove compile(), or use "
+        'megatron_core.initialize with {"zero_stage": 3, "compile": True}'
+    )
 
 
 def _group_of(mesh: DeviceMesh) -> Group:
@@ -307,6 +312,8 @@ def _cast_output(choices: ShardChoices, output: Any) -> Any:
 
 def _first_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Form the units before the first forward; their own hooks enter the later ones."""
+    if torch.compiler.is_compiling():  # by a call of torch.compile after fully_shard
+        _refuse_graphs(module)
     if "_row_units" not in vars(_outermost(module)):
         _units_of(module).enter_first(module)
 

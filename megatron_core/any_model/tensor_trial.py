@@ -193,7 +193,7 @@ def gradient_faults(region: Region, reference: TrialResults, split: TrialResults
 
 def _gradient_fault(spec: ShardSpec, local: Tensor, reference: Tensor, group: Group, bound: float, floor: float) -> str:
     """Compare the gradient of a parameter with that of the whole module; a collective call."""
-    placed = torch.zeros_like(reference)
+    placed = torch.zeros_like(reference, memory_format=torch.contiguous_format)  # gradients of convolutions are not
     for piece in spec.parts:
         placed[piece.whole.index] = local[piece.local.index]
     total = placed.clone()

@@ -100,13 +100,17 @@ def units_of(
     """Return a stage's named parameters by unit; ``units`` are the modules of each (default: ``modules_of_units``).
 
     A parameter in no unit belongs to the first unit, which with ``has_rest`` has no other parameters and precedes
-    ``units``; a parameter in several units belongs to the first of them. Parameters
-    without a ``ShardSpec`` get the spec of a tensor that is whole on every rank; ``allreduce=False`` marks parameters
-    of experts, which only expert-data-parallel ranks share.
+    ``units``; then so does a parameter that a module outside of ``units`` shares, such as a head tied to an embedding.
+    A parameter in several units belongs to the first of them. Parameters without a ``ShardSpec`` get the spec of a
+    tensor that is whole on every rank; ``allreduce=False`` marks parameters of experts, which only
+    expert-data-parallel ranks share.
     """
     units = ([[]] if has_rest else []) + (modules_of_units(module) if units is None else units)
     # Reversed, so that the first unit with a parameter wins.
     number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
+    if has_rest:
+        inside = {inner for modules in units for m in modules for inner in m.modules()}
+        number |= {p: 0 for m in module.modules() if m not in inside for p in m.parameters(recurse=False)}
     result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     for name, parameter in global_parameters(module):
         if not hasattr(parameter, "shard_spec"):

@@ -130,6 +130,18 @@ class Einops(Attention):
         return out
 
 
+class Convolved(Attention):
+    """A convolution before the projections, as in SegFormer: the memory format of its gradient is channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(WIDTH, WIDTH, (1, 3), padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, s, w]`` -> ``[b, s, w]``."""
+        return super().forward(self.reduce(x.transpose(1, 2).unsqueeze(2)).flatten(2).transpose(1, 2))
+
+
 class Grouped(Attention):
     """Fewer key and value heads, under a name of its own."""
 

@@ -156,6 +156,13 @@ class TiedHead(Awkward):
         return self.projection(x) if sample.number % 3 else x
 
 
+class HeadOfUnit(TiedHead):
+    """The same, with ranks that run the same layers: BERT's head is tied to an embedding inside of a unit."""
+
+    def hidden(self, sample: Sample) -> Tensor:
+        return self.projection(self.layers[1](self.layers[0](sample.x)))
+
+
 class TiedUnits(Awkward):
     """Two layers share a weight, and each rank runs one of them."""
 
@@ -411,6 +418,7 @@ CASES: dict[str, Case] = {
     "experts as units": Case((ExpertsAtTheTop,), zero3=False),
     "experts in a unit": Case((ExpertsAtTheTop,), options={"unit_classes": ["Layer"]}),
     "tied head": Case((TiedHead,), zero3=False),
+    "head tied to a unit": Case((HeadOfUnit,)),
     "tied units": Case((TiedUnits,), zero3=False),
     "recurrent": Case((Recurrent,)),
     "interleaved": Case((Interleaved,), zero3=False),

@@ -363,7 +363,8 @@ def _refusals(_: None) -> dict[str, str]:
     attempts: dict[str, Callable[[], Any]] = {
         "reshard_after_forward=2": lambda: shard(_made(), reshard_after_forward=2),
         "Shard(dim=1)": lambda: shard(_made(), shard_placement_fn=lambda parameter: Shard(1)),
-        "compiled": lambda: shard(compiled),
+        "Linear is compiled": lambda: shard(compiled),
+        "FSDPLinear is compiled": lambda: torch.compile(shard(nn.Linear(2, 2)), backend="eager")(torch.zeros(1, 2)),
         "ModuleList has no forward": lambda: shard(_made().blocks),
         "sharded already": lambda: shard(sharded),
         "a DTensor already": lambda: shard(_split_by_torch()),

@@ -111,7 +111,7 @@ EXACT: tuple[Any, ...] = (
     *(attentions.Attention, attentions.NumHeads, attentions.NHead, attentions.Nhead, attentions.UnknownName),
     *(attentions.WidthOfHead, attentions.WidthByDivision, attentions.Constant, attentions.Einops, attentions.Grouped),
     *(attentions.OneKey, attentions.ApartCore, attentions.FusedQKV, attentions.FusedAttributes),
-    *(attentions.BiasOfHeads, attentions.ReadsAttention),
+    *(attentions.BiasOfHeads, attentions.Convolved, attentions.ReadsAttention),
 )
 WRONG: tuple[Any, ...] = (
     *(attentions.LiteralHeads, attentions.HeadsInConfig, attentions.InnerHeads, attentions.NormOfAll),

@@ -131,7 +131,7 @@ class SharedMemoryGroup(_ProcessGroup):
         dtype = DTYPES.get(x.dtype)
         reduction = REDUCTIONS.get(opts.reduceOp.op)
         if dtype is None or reduction is None:
-            return self._gloo.reduce_scatter_tensor(output, x, opts)
+            return self._gloo._reduce_scatter_base(output, x, opts)
         addresses = _bytes_of(x), x.nbytes, _bytes_of(output), output.nbytes
         return self._start(REDUCE_SCATTER, *addresses, opts, [output], dtype, reduction)
 

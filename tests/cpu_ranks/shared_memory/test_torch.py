@@ -75,6 +75,9 @@ def call_what_goes_through_gloo() -> None:
     z = torch.tensor([complex(rank, 1)])
     dist.all_reduce(z)
     assert z == complex(3, 3)
+    part = torch.zeros(2, dtype=torch.complex64)
+    dist.reduce_scatter_single(part, torch.full((2 * size,), complex(rank, 1)))
+    assert part.tolist() == [complex(3, 3)] * 2
     x = torch.tensor([rank])
     dist.reduce(x, 1)
     assert rank != 1 or x == 3

@@ -101,6 +101,26 @@ def test_a_loss_of_two_modules_trains_both_engines(stage: int) -> None:
         _assert_close(found, expected)
 
 
+def _train_compiled(stage: int) -> list[torch.Tensor]:
+    engine = _engine(zero_optimization={"stage": stage, **SHARDS})
+    engine.compile(backend="aot_eager")
+    for number in range(3):
+        _step(engine, number)
+    return _weights(engine)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_compiled_engine(stage: int) -> None:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    for number in range(3):
+        for rank in range(2):
+            (model(_batch(number, rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _assert_close(run_ranks(2, _train_compiled, stage)[1], model.parameters())
+
+
 def test_fp16_gradients_of_a_module_without_loss_scale_are_scaled() -> None:
     engine = _engine(fp16={"enabled": True, "initial_scale_power": 8})
     reference = _model().half()

@@ -118,6 +118,17 @@ def test_autocast_is_torchs() -> None:
         assert losses[step] == pytest.approx(loss.item(), rel=1e-6)
 
 
+def test_autocast_of_the_program_has_no_effect_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = _trained()
+    expected = engine.module(_batch(0))
+    deepspeed.logger.propagate = True
+    with torch.autocast("cpu", torch.bfloat16):
+        output = engine(_batch(0))
+    assert torch.equal(output, expected)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("torch.autocast around the engine's forward has no effect" in text for text in messages)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     (

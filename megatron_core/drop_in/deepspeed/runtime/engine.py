@@ -156,10 +156,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         self.tput_timer.start()
         if self.module.training:
             kwargs = self._with_schedules(kwargs, self.global_steps + 1)
-        with (
-            self._timed("forward"),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self.torch_autocast_enabled()),
-        ):
+        with self._timed("forward"), self._autocast():
             return self.core.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -368,11 +365,11 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any
     ) -> None:
-        """Compile the model in place, by torch; the forwards of ZeRO 3's units are compiled one by one."""
+        """Compile the model in place, by torch; at stage 3 gathers divide the graph at each module with parameters."""
         if unknown := sorted(name for name, value in others.items() if value):
             raise ConfigError(f"engine.compile: {', '.join(unknown)} of DeepCompile is not supported; remove it")
-        options = {**(compile_kwargs or {}), "backend": backend}
-        self.module.compile(**options)
+        self.core.data_parallel.keep_hooks_out_of_graphs()
+        self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
         self._is_compiled = True
 
     @property

@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+from deepspeed.utils.logging import warning_once
 from megatron_core.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ class EngineSettings:
     """Settings of the JSON configuration, as methods."""
 
     _config: DeepSpeedConfig
+    device: torch.device
 
     train_batch_size = _setting("train_batch_size", "Samples of a step on all ranks.")
     train_micro_batch_size_per_gpu = _setting("train_micro_batch_size_per_gpu", "Samples of a micro-batch of one rank.")
@@ -86,6 +88,12 @@ class EngineSettings:
     def torch_autocast_dtype(self) -> torch.dtype:
         """The dtype of autocast."""
         return torch.bfloat16
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context of a forward: that of ``torch_autocast``, whatever context the program has around it."""
+        if torch.is_autocast_enabled(self.device.type) and not self.torch_autocast_enabled():
+            warning_once("torch.autocast around the engine's forward has no effect: set torch_autocast in the JSON")
+        return torch.autocast(self.device.type, self.torch_autocast_dtype(), enabled=self.torch_autocast_enabled())
 
     # ZeRO.
 
