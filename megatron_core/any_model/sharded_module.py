@@ -88,7 +88,6 @@ def _check(modules: Sequence[nn.Module], dims: object) -> None:
             _refuse_graphs(inner)
 
 
-@torch._dynamo.disable
 def _refuse_graphs(module: nn.Module) -> NoReturn:
     raise ConfigError(
         f"fully_shard: {type(module).__name__} is compiled, and graphs cannot gather weights; remove compile(), or use "
@@ -313,7 +312,7 @@ def _cast_output(choices: ShardChoices, output: Any) -> Any:
 def _first_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Form the units before the first forward; their own hooks enter the later ones."""
     if torch.compiler.is_compiling():  # by a call of torch.compile after fully_shard
-        _refuse_graphs(module)
+        torch._dynamo.disable(_refuse_graphs)(module)
     if "_row_units" not in vars(_outermost(module)):
         _units_of(module).enter_first(module)
 
