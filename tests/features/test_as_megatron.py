@@ -74,6 +74,15 @@ def test_the_switch_drops_dropout_of_sparse_attention() -> None:
     assert parsed(f"{flags} --as-megatron").model.attention_dropout == 0.0
 
 
+@pytest.mark.parametrize(
+    ("flags", "differs"), [("", True), ("--lr-warmup-iters 2", False), ("--lr-decay-style linear", False)]
+)
+def test_rates_without_warm_up(flags: str, differs: bool) -> None:
+    config = parsed(f"--lr-decay-style inverse-square-root {flags}")
+    names = [difference.name for difference in training_differences(config)]
+    assert ("inverse square root without warm-up" in names) == differs
+
+
 def test_a_file_precedes_the_switch(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {data_order: keyed}")
     config = parsed(f"--as-megatron --config {tmp_path / 'run.yaml'}")

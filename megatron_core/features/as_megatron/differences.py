@@ -94,6 +94,16 @@ def _of_optimizer(config: RunConfig) -> Iterator[TrainingDifference]:
             "that of the step; Megatron-LM applies each rate one step later",
             {"lr_one_step_later": True},
         )
+    if (
+        optimizer.lr_decay_style == "inverse-square-root"
+        and not optimizer.has_warmup
+        and not config.schedules_by_samples
+    ):
+        yield TrainingDifference(
+            "inverse square root without warm-up",
+            "--lr divided by the root of the step; Megatron-LM divides by the root of the number of samples, as here "
+            "with --train-samples",
+        )
     has_matrices = any(row.scalar_optimizer for row in optimizer.kinds)
     is_learned = config.model.position_embedding_type == "learned_absolute"
     if is_learned and not config.model.positions_as_matrices and (has_matrices or optimizer.decoupled_lr is not None):
