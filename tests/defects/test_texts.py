@@ -19,26 +19,41 @@ TARGET = re.compile(r"[\w.]+:[\w.]+")
 
 
 def _tables() -> Iterator[tuple[str, str, str, str]]:
-    """(Module and key, target, old, new) of each entry (target, old, new, ...) of a table in a test module."""
+    """(Module, target, old, new) of each text in a table of a test module, and in a call of ``planted``."""
     for path in sorted(TESTS.rglob("test_*.py")):
-        if "planted(" not in path.read_text(encoding="utf-8") or path.parent.name == "defects":
+        source = path.read_text(encoding="utf-8")
+        if "planted(" not in source or path.parent.name == "defects":
             continue
         name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
-        for table in vars(importlib.import_module(name)).values():
-            for key, entry in table.items() if isinstance(table, dict) else ():
-                if _is_text(entry):
-                    yield f"{name} {key}", *entry[:3]
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        literals = [tuple(getattr(word, "value", None) for word in call.args) for call in calls]
+        for entry in _texts([list(vars(importlib.import_module(name)).values()), literals]):
+            yield name, *entry[:3]
+
+
+def _texts(value: Any) -> Iterator[tuple[str, ...]]:
+    """The entries (target, old, new, ...) in tables within tables."""
+    if _is_text(value):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _is_text(entry: Any) -> bool:
     if not isinstance(entry, tuple) or len(entry) < 3 or not all(isinstance(part, str) for part in entry[:3]):
         return False
-    return TARGET.fullmatch(entry[0]) is not None
+    return _names_a_function(entry[0])
+
+
+def _names_a_function(text: str) -> bool:
+    module = TESTS.parent.joinpath("megatron_core", *text.partition(":")[0].split("."))
+    return TARGET.fullmatch(text) is not None and not text.endswith(".") and module.with_suffix(".py").is_file()
 
 
 def test_every_fragment_is_found() -> None:
     tables = list(_tables())
-    assert len(tables) > 60
+    assert len(tables) > 100
     faults = []
     for name, target, old, new in tables:
         try:
@@ -54,10 +69,8 @@ def _targets() -> Iterator[tuple[Path, str]]:
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(text, str) and TARGET.fullmatch(text) and not text.endswith("."):
-                module = TESTS.parent.joinpath("megatron_core", *text.partition(":")[0].split("."))
-                if module.with_suffix(".py").is_file():
-                    yield path, text
+            if isinstance(text, str) and _names_a_function(text):
+                yield path, text
 
 
 def test_every_function_exists() -> None:

@@ -431,8 +431,9 @@ class Training:
             attention_mask, loss_mask, positions = self._masks_and_positions(batch[:, :-1])
 
             def loss_of(output: Tensor) -> Any:
-                loss = (output.float() * loss_mask).sum() / loss_mask.sum().clamp(min=1)
-                return loss, {"loss": loss.detach().clone()}
+                total, tokens = (output.float() * loss_mask).sum(), loss_mask.sum()
+                # As Megatron-LM's log: the mean over the tokens, whatever the mean that is minimized.
+                return total / tokens.clamp(min=1), {"sums": torch.stack([total.detach(), tokens])}
 
             mask = {"loss_mask": loss_mask} if self.shape.get("mtp_num_layers") else {}
             return model(batch[:, :-1], positions, attention_mask, labels=batch[:, 1:], **mask), loss_of
@@ -450,12 +451,11 @@ class Training:
         updated, *_ = self.optimizer.step()
         self.schedule.step(increment=BATCH * bool(updated))
         self.args.consumed_train_samples += BATCH
-        mine = sum(each["loss"].item() for each in losses) / count / size if losses else 0.0
-        total = torch.tensor(mine)
-        if parallel_state.get_tensor_model_parallel_rank():
-            total.zero_()
-        dist.all_reduce(total)
-        return total.item()
+        sums = torch.zeros(2)
+        if not parallel_state.get_tensor_model_parallel_rank():
+            sums += sum(report["sums"] for report in losses)
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
 
     def _masks_and_positions(self, tokens: Tensor) -> list[Tensor | None]:
         """Megatron Core's masks of attention and of the loss, and its positions, of documents in tokens ``[b, s]``."""

@@ -45,8 +45,8 @@ DEFECTS = [
         "gradients of norms are not summed",
         (
             "transformer.block:TransformerLayer.__init__",
-            "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)",
-            "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=False)",
+            "self.input_layernorm = norm(spec.input_layernorm)",
+            "self.input_layernorm = spec.input_layernorm(context, context.config.hidden_size, partial_grad=False)",
         ),
         "tp2 sp",
         r"gradient of the parameter decoder\.layers\.1\.input_layernorm\.\w+ and 3 more; outputs .* are right",

@@ -217,8 +217,9 @@ class RecurrentConfig(HybridConfig):
 
     def recurrence_of(self, layer_number: int) -> str | None:
         """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""
-        frequency, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
+        frequency = self.linear_attention_freq
         if self.hybrid_layer_pattern is not None or frequency is None:
             return super().recurrence_of(layer_number)
+        layer_number = min(layer_number, self.num_layers - 1)
         is_chosen = (layer_number + 1) % frequency[0] != 0 if len(frequency) == 1 else frequency[layer_number] == 1
         return self.experimental_attention_variant if is_chosen else None

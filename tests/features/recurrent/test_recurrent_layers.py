@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config import ModelConfig
+from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.mixers import mixer_of
 from megatron_core.errors import LayoutError
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer
@@ -98,3 +98,16 @@ def test_an_attention_mask_is_refused(kind: dict) -> None:
             torch.zeros(4, 1, 64, dtype=torch.float64),
             SequenceContext(attention_mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool)),
         )
+
+
+@pytest.mark.parametrize("last", ["M", "H", "C", "-"])
+def test_layers_of_later_tokens_have_only_the_parts_of_their_pattern(last: str) -> None:
+    """Not those of the last layer, as in Megatron Core (``M*/*-/*-``)."""
+    config = RunConfig.from_flat(
+        {"num_layers": 3, "hybrid_layer_pattern": f"M*{last}", "mtp_num_layers": 2, "mtp_layer_pattern": "*-"}
+    )
+    model = config.model
+    for layer in (3, 4):
+        assert mixer_of(model, layer).name == "grouped_query"
+        assert (model.recurrence_of(layer), model.feed_forward_name(layer)) == (None, "mlp")
+    assert model.is_recurrent(2) == (last != "-")
