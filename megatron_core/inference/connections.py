@@ -1,7 +1,5 @@
 """Server connections with time limits, so that slow clients cannot hold them open."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

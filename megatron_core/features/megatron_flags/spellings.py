@@ -1,7 +1,5 @@
 """Translation of flags of Megatron-LM and its forks into this project's flags, with messages for unusable flags."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ the rate of the update. ``first`` marks tokens that start from a state of 0. Sou
 equation 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Gated delta nets: layers with a state of fixed size per head instead of attention over all earlier tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

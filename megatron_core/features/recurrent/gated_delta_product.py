@@ -1,7 +1,5 @@
 """Gated delta products: mixers of hybrid models that update their states several times for each token."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor
