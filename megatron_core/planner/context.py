@@ -13,8 +13,6 @@ g' are the channels of key-value heads after they are replicated so that every r
 a2a among a ranks and the bytes of p2p around c/a ranks, with g'/a channels of parts of s a/c tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,7 +45,7 @@ class _Sizes:
     gradient: int
 
     @classmethod
-    def of(cls, config: RunConfig, layer_number: int) -> _Sizes:
+    def of(cls, config: RunConfig, layer_number: int) -> "_Sizes":
         attention = attention_of(config.model.of_layer(layer_number))
         tp = config.parallel.tensor_model_parallel_size
         cp = config.parallel.context_parallel_size

@@ -10,8 +10,6 @@ Shapes: T tokens of this rank, k choices per token, R input rows for this rank's
 # A token's outputs are summed on its own rank in the order of its choices, so that the sum does not depend on the order
 # of arrival. Ranks without tokens also call all collectives: the other ranks wait for them.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -298,7 +296,7 @@ class Slots:
     """Whether ``rows`` or ``places`` may contain -1."""
 
     @classmethod
-    def of(cls, keys: Tensor, destinations: int, capacity: int | None, *, drops: bool) -> Slots:
+    def of(cls, keys: Tensor, destinations: int, capacity: int | None, *, drops: bool) -> "Slots":
         """Sort slots by their destinations ``keys`` ``[T, m]``, stably; the key ``destinations`` means dropped.
 
         With ``capacity``, each destination has exactly ``capacity`` rows, with padding at the end. ``drops``: whether

@@ -1,7 +1,5 @@
 """Whole float32 weights and optimizer state, from flat partitions or from the universal format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -44,7 +42,7 @@ class Stored:
     read: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Stored:
+    def of(cls, tensor: Tensor) -> "Stored":
         """A tensor of a file; it is converted to float32 if it is a floating-point tensor."""
         tensor = tensor.detach()
         return cls(tuple(tensor.shape), lambda: tensor.float() if tensor.is_floating_point() else tensor)
