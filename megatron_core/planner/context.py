@@ -104,18 +104,14 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int | None = None
     """
     if not config.model.has_attention(layer_number):
         return 0.0
-    heads = _exchanged_heads(config, layer_number)
-    size = config.parallel.context_parallel_size // heads
+    parallel = config.parallel
+    exchanged = {"a2a": parallel.context_parallel_size, "a2a+p2p": parallel.a2a_size}
+    heads = exchanged.get(comm_type_of(config, layer_number), 1)
+    size = parallel.context_parallel_size // heads
     width = _width(config, layer_number)
     length = config.data.seq_length
     pairs = _most_pairs(size, length, width) if cp_rank is None else _pairs(size, cp_rank // heads, length, width)
     return pairs / heads
-
-
-def _exchanged_heads(config: RunConfig, layer_number: int) -> int:
-    parallel = config.parallel
-    sizes = {"a2a": parallel.context_parallel_size, "a2a+p2p": parallel.a2a_size}
-    return sizes.get(comm_type_of(config, layer_number), 1)
 
 
 def _width(config: RunConfig, layer_number: int) -> int:

@@ -153,7 +153,9 @@ class AllToAll(Dispatcher):
         rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
         probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes, total)
-        send, receive = self._padded_counts(capacity) if arriving is None else arriving.wait()
+        # Of each rank, the rows for each expert that are sent to it, and those received from it.
+        padded_counts = [[capacity or 0] * self.local_experts] * self.size
+        send, receive = (padded_counts, padded_counts) if arriving is None else arriving.wait()
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
         if slots.holes and capacity is None:  # dropped choices are the last rows
             rows, probs, tokens = (tensor[: sum(sent)] for tensor in (rows, probs, tokens))
@@ -195,12 +197,6 @@ class AllToAll(Dispatcher):
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
         return keys.flatten(1)
-
-    def _padded_counts(self, capacity: int | None) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the rows sent to each rank for each expert, and those received, if all are ``capacity``."""
-        assert capacity is not None
-        table = [[capacity] * self.local_experts] * self.size
-        return table, table
 
     def _holders_on(self, device: torch.device) -> Tensor:
         """``holders`` on the device, copied once."""
