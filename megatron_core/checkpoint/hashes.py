@@ -1,7 +1,5 @@
 """Content hashes of checkpoint files: 128-bit XXH3, computed while writing and compared when reading."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Nothing in it depends on the layout: tensors have global names and shapes, and boxes locate their parts in files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -92,7 +90,7 @@ class Manifest:
         write_file(path, text + CHECKSUM + _checksum(text) + b'"\n}')
 
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: Path) -> "Manifest":
         """Read and validate a manifest. Errors: ``CheckpointError``."""
         try:
             data = path.read_bytes()
@@ -119,7 +117,7 @@ class Manifest:
             raise CheckpointError(f"{path}: {_short(error)}") from None
 
     @classmethod
-    def _of(cls, content: dict[str, Any], folder: Path) -> Manifest:
+    def _of(cls, content: dict[str, Any], folder: Path) -> "Manifest":
         """Build a manifest from JSON ``content``; ``ValueError`` for the first invalid entry."""
         iteration = _number(content, "iteration")
         # The folder's name is how a run chooses an iteration; renamed by hand, it would resume with other counters.

@@ -3,8 +3,6 @@
 ``open_newest`` finds the newest intact one, on all ranks together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The methods of an open state, from which a run starts or continues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any

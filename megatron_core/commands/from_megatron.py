@@ -9,8 +9,6 @@ megatron-from-megatron -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-laye
 The script is read, not run. A variable without a value in the script or in --set is <NAME> in the output.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
@@ -107,7 +105,7 @@ class TranslatedLaunch:
     """The settings of the file in --deepspeed_config; empty if there is none, or if it cannot be translated."""
 
     @classmethod
-    def of(cls, launch: Launch, world_size: int | None) -> TranslatedLaunch:
+    def of(cls, launch: Launch, world_size: int | None) -> "TranslatedLaunch":
         """Translate the flags of a launch."""
         groups = grouped(list(launch.flags))
         replaced = DEEPSPEED if launch.deepspeed is not None else []

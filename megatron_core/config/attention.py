@@ -4,8 +4,6 @@ Features add kinds, which ``Feature.attention_kinds`` names. The window of a lay
 kind: they belong to the core attention of queries, keys and values, which all kinds share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -53,7 +51,7 @@ class AttentionKind:
     """Whether the sizes of heads do not follow from --kv-channels or --hidden-size."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Settings that cannot be used with this kind, with the reason."""
-    mixers: Mapping[str, AttentionKind] = {}
+    mixers: Mapping[str, "AttentionKind"] = {}
     """Of a kind that adds the outputs of several others: their kinds, by the names of the modules."""
 
     def __init__(self, model: ModelConfig) -> None:

@@ -1,7 +1,5 @@
 """Saving and loading."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -116,7 +114,7 @@ class CheckpointConfig(Extensible):
             return True
         return self.asks_for_checkpoint or not is_same_place(self.load, self.save)
 
-    def for_resume(self) -> CheckpointConfig:
+    def for_resume(self) -> "CheckpointConfig":
         """The settings for a job that resumes from the checkpoints of this one."""
         # A job that resumes must not start from scratch if its folder is gone.
         return replace(

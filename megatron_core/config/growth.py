@@ -1,7 +1,5 @@
 """A batch size or sequence length as a function of the number of samples consumed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

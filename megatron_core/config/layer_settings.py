@@ -1,7 +1,5 @@
 """Settings of the parts of a layer: norms, activation, positions, recompute; sizes of parts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -158,7 +156,7 @@ class LayerPart:
     size: int | None = None
     """Number of key-value groups, or width of the MLP; None: that of the model."""
 
-    def sized(self, size: int) -> LayerPart:
+    def sized(self, size: int) -> "LayerPart":
         """The part with ``size``, if it has a size and none of its own."""
         return self if self.no_op or self.linear or self.size is not None else replace(self, size=size)
 
@@ -182,7 +180,7 @@ class LayerBlock:
         """Whether no part has a size of its own."""
         return self.attention.size is None and self.mlp.size is None
 
-    def sized(self, groups: int, width: int) -> LayerBlock:
+    def sized(self, groups: int, width: int) -> "LayerBlock":
         """The layer with the sizes of the model where it has none of its own."""
         return LayerBlock(self.attention.sized(groups), self.mlp.sized(width))
 

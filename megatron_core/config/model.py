@@ -1,7 +1,5 @@
 """The shape of the transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -201,7 +199,7 @@ class ModelConfig(NormConfig, RotaryConfig, ActivationConfig, RecomputeConfig, E
         """The sizes of the parts of a layer (numbered from 0)."""
         return WHOLE_BLOCK
 
-    def of_layer(self, layer_number: int) -> ModelConfig:
+    def of_layer(self, layer_number: int) -> "ModelConfig":
         """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
         return self
 

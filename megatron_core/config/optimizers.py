@@ -4,8 +4,6 @@ To add an optimizer, add its settings and a row, here or in a feature; the row n
 checkpoints, sharding and the checks of settings read the row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,7 +43,7 @@ class AlgorithmConfig:
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
 
-    def kind_of(self, *, hidden: bool) -> OptimizerKind:
+    def kind_of(self, *, hidden: bool) -> "OptimizerKind":
         """The optimizer of hidden matrices, or of the other parameters."""
         kinds = optimizer_kinds()
         row = kinds[self.optimizer]
@@ -57,7 +55,7 @@ class AlgorithmConfig:
         return {}
 
     @property
-    def kinds(self) -> tuple[OptimizerKind, ...]:
+    def kinds(self) -> "tuple[OptimizerKind, ...]":
         """The optimizers of all parameters; none with an unknown name, which the validation reports."""
         try:
             return tuple(dict.fromkeys((self.kind_of(hidden=True), self.kind_of(hidden=False))))

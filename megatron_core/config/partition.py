@@ -1,7 +1,5 @@
 """The assignment of layers to stages, and the plan of a run."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class Ends:
     """Whether an embedding or output layer with a cost counts as a layer, so that its stage needs no other layer."""
 
     @classmethod
-    def of(cls, config: RunConfig, vocab_size: int) -> Ends:
+    def of(cls, config: RunConfig, vocab_size: int) -> "Ends":
         """Costs from model FLOPs.
 
         The output layer costs its matrix product, 2 h V per token; the embedding is a look-up and costs 0.

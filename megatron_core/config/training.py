@@ -1,7 +1,5 @@
 """Batches, length of training, precision, optimizer and learning rate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -193,7 +191,7 @@ class OptimizerConfig(AlgorithmConfig, Extensible):
         """Whether optimizer state is stored on the host or in files instead of next to the weights."""
         return self.optimizer_cpu_offload or self.optimizer_offload_dir is not None
 
-    def decoupled(self) -> OptimizerConfig | None:
+    def decoupled(self) -> "OptimizerConfig | None":
         """Settings of the learning rate of embeddings and output layer; None if they use the rate of other
         parameters."""
         if self.decoupled_lr is None:

@@ -1,7 +1,5 @@
 """Server connections with time limits, so that slow clients cannot hold them open."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -31,8 +29,7 @@ class BoundedConnection(H11Protocol):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._since = time.monotonic()
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit of a request's head; close a connection if there are too many."""
@@ -58,39 +55,33 @@ class BoundedConnection(H11Protocol):
         """Handle data; start or stop the time limit of the head."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_head_timer()
-        elif self._head_timer is None:
+            self._stop_timer("head")
+        elif "head" not in self._timers:
             self._since = time.monotonic()
             self._limit_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
-        self._stop_head_timer()
-        self._stop_write_timer()
+        self._stop_timer("head")
+        self._stop_timer("write")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Start the time limit for the client to read."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+        self._timers["write"] = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Stop the time limit: the client has read."""
-        self._stop_write_timer()
+        self._stop_timer("write")
         super().resume_writing()
 
     def _limit_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+        self._timers["head"] = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _stop_timer(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
 
 def bounded(most: int) -> type[BoundedConnection]:

@@ -1,7 +1,5 @@
 """A trained model split over tensor and pipeline ranks: loading, and forward of new tokens of several sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +65,7 @@ class Generator:
         config: RunConfig,
         groups: ParallelGroups,
         device: torch.device,
-    ) -> Generator:
+    ) -> "Generator":
         """Build the model of ``config`` in the layout of ``groups`` and fill it from a checkpoint."""
         # With FP8, scales would depend on the number of positions per forward; stored weights have more bits.
         config = config.with_section(replace(config.section(FP8Config), fp8_format=None))

@@ -1,7 +1,5 @@
 """OpenAI's completions and chat completions: from a request to the engine, and from results to JSON."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

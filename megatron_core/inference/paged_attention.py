@@ -3,8 +3,6 @@
 A core attention of a feature may have methods with the same names instead of ``attend_cached`` and ``attend_fresh``.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The tokens of a generation step, with keys and values in blocks (Kwon et al. 2023, PagedAttention)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +42,7 @@ class PagedStep:
     _biases: dict[tuple[int | None, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of_nothing(cls) -> PagedStep:
+    def of_nothing(cls) -> "PagedStep":
         """A step without tokens."""
         nothing = torch.empty(0, dtype=torch.int64)
         return cls(nothing, nothing[:, None], nothing, 0, 0, [], [], nothing)

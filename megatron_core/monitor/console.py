@@ -1,7 +1,5 @@
 """Log lines on standard output, and a progress bar on standard error."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -146,7 +144,7 @@ class ConsoleSink:
         self._summary = Summary() if self.has_table and not quiet else None
 
     @classmethod
-    def of(cls, config: MonitorConfig) -> ConsoleSink:
+    def of(cls, config: MonitorConfig) -> "ConsoleSink":
         """The console of a run."""
         return cls(config.log_interval, progress=config.progress, quiet=config.quiet)
 

@@ -1,7 +1,5 @@
 """Events of a run, one for each step and each evaluation, and the interface of their receivers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +114,7 @@ class ExpertLoad:
     """Number of choices dropped because the expert was at capacity."""
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> ExpertLoad:
+    def of(cls, numbers: Sequence[int]) -> "ExpertLoad":
         """Create from the number for each expert, followed by the number of dropped choices."""
         return cls(tuple(numbers[:-1]), numbers[-1])
 

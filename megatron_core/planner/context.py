@@ -13,8 +13,6 @@ g' are the channels of key-value heads after they are replicated so that every r
 a2a among a ranks and the bytes of p2p around c/a ranks, with g'/a channels of parts of s a/c tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,7 +45,7 @@ class _Sizes:
     gradient: int
 
     @classmethod
-    def of(cls, config: RunConfig, layer_number: int) -> _Sizes:
+    def of(cls, config: RunConfig, layer_number: int) -> "_Sizes":
         attention = attention_of(config.model.of_layer(layer_number))
         tp = config.parallel.tensor_model_parallel_size
         cp = config.parallel.context_parallel_size
@@ -106,18 +104,14 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int | None = None
     """
     if not config.model.has_attention(layer_number):
         return 0.0
-    heads = _exchanged_heads(config, layer_number)
-    size = config.parallel.context_parallel_size // heads
+    parallel = config.parallel
+    exchanged = {"a2a": parallel.context_parallel_size, "a2a+p2p": parallel.a2a_size}
+    heads = exchanged.get(comm_type_of(config, layer_number), 1)
+    size = parallel.context_parallel_size // heads
     width = _width(config, layer_number)
     length = config.data.seq_length
     pairs = _most_pairs(size, length, width) if cp_rank is None else _pairs(size, cp_rank // heads, length, width)
     return pairs / heads
-
-
-def _exchanged_heads(config: RunConfig, layer_number: int) -> int:
-    parallel = config.parallel
-    sizes = {"a2a": parallel.context_parallel_size, "a2a+p2p": parallel.a2a_size}
-    return sizes.get(comm_type_of(config, layer_number), 1)
 
 
 def _width(config: RunConfig, layer_number: int) -> int:

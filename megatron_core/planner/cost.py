@@ -4,8 +4,6 @@ The run's own pipeline plan is simulated with the times of each stage. If the la
 reductions overlap with the backward of one micro-batch, and weight gathers with a forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -67,7 +65,7 @@ _made = lru_cache(maxsize=512)(make_plan)
 class Pipeline:
     """The stages of a configuration with their times; layouts with the same layers may share ``clock``."""
 
-    def __init__(self, config: RunConfig, world_size: int, clock: LayerClock, layer_times: LayerTimes) -> None:
+    def __init__(self, config: RunConfig, world_size: int, clock: LayerClock, layer_times: "LayerTimes") -> None:
         self.config = config
         self.world_size = world_size
         self.clock = clock
@@ -82,7 +80,7 @@ class Pipeline:
         if config.optional("dpo"):  # the reference has a forward of its own
             self.passes = [Passes.sum([policy, Passes(policy.forward, {}, {})]) for policy in self.passes]
 
-    def variant(self, config: RunConfig) -> Pipeline:
+    def variant(self, config: RunConfig) -> "Pipeline":
         """Return these stages with another ``config``, which differs only in ZeRO, overlap, optimizer and offload."""
         other = copy(self)
         other.config = config

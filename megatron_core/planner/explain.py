@@ -1,7 +1,5 @@
 """Describe layouts as text: tables, reasons, memory over a step, command lines."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -220,7 +218,7 @@ class MemoryOverStep:
     kinds: dict[str, list[float]]
 
     @classmethod
-    def of(cls, pipeline: Pipeline, footprint: Footprint, rank: int) -> MemoryOverStep:
+    def of(cls, pipeline: Pipeline, footprint: Footprint, rank: int) -> "MemoryOverStep":
         """From the simulated plan: memory grows in a forward and shrinks in a B or W."""
         timeline = pipeline.timeline
         sizes = footprint.stage_sizes

@@ -1,7 +1,5 @@
 """Peak bytes of each pipeline rank of a layout, by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -50,7 +48,7 @@ class Footprint:
         layers: Sequence[range],
         units: Sequence[Sequence[Parameters]],
         vocab_size: int,
-    ) -> Footprint:
+    ) -> "Footprint":
         """Make a footprint; the activations of each kind of layer are computed once."""
         by_layer = each_layer(layer_kinds(config), lambda layer: memory.layer_activations(config, layer))
         return cls(config, world_size, plan, layers, units, vocab_size, dict(enumerate(by_layer)))
@@ -73,7 +71,7 @@ class Footprint:
         """Bytes of temporary activations, of recomputed or offloaded layers."""
         return memory.transient_activations(self.config, self.layers, self.layer_bytes)
 
-    def variant(self, config: RunConfig) -> Footprint:
+    def variant(self, config: RunConfig) -> "Footprint":
         """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
         other = replace(self, config=config)
         unchanged = ("stage_sizes", "all_moving", "totals", "_layers_of_ranks")

@@ -6,8 +6,6 @@ as there is computation to overlap with. The bytes of an elementwise operation a
 reads its input and writes its output; its backward reads input and gradient and writes one gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.config import RunConfig

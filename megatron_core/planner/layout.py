@@ -1,7 +1,5 @@
 """Short names of layouts: ``tp2 pp2 v2 dp2 sp zero1 overlap``, ``pp4 zb_h1``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -48,7 +46,7 @@ class Layout:
     """Gradients are reduced during backward and, if sharded, weights gathered during forward."""
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """The inverse of ``str``: words in any order, sizes not given are 1. ``LayoutError`` for other words."""
         values: dict[str, int | bool | str] = {}
         for word in text.split() if text.strip() != "1 process" else ():
@@ -61,7 +59,7 @@ class Layout:
         return cls(**values)  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> Layout:
+    def of(cls, parallel: ParallelConfig, num_layers: int, world_size: int) -> "Layout":
         """The layout of these settings."""
         return cls.parse(parallel.layout_words(num_layers, world_size))
 

@@ -1,7 +1,5 @@
 """Settings of a layout that the planner varies."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

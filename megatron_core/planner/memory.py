@@ -7,8 +7,6 @@ buffers and fragmentation. The measured bytes saved by a GPT and a Llama with th
 10 % of the formula (tests/planner); without native kernels a gated MLP and RMSNorm save up to 1.7 times as much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple

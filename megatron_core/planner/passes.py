@@ -1,7 +1,5 @@
 """Seconds by kind of forward and backward of a part of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +33,7 @@ class Passes:
         return sum(self.forward.values()), sum(self.input_grad.values()), sum(self.weight_grad.values())
 
     @staticmethod
-    def sum(terms: Iterable[Passes]) -> Passes:
+    def sum(terms: "Iterable[Passes]") -> "Passes":
         """Sum of parts that run one after another."""
         terms = list(terms)
         return Passes(

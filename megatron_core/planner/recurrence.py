@@ -18,8 +18,6 @@ and the tokens before a part for the convolution; backward gathers the transitio
 both. Short convolutions have neither transitions nor anything to compute again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +48,7 @@ class RecurrenceCost:
     """Number of chunks, one after another."""
 
     @classmethod
-    def of(cls, config: RunConfig, layer_number: int) -> RecurrenceCost:
+    def of(cls, config: RunConfig, layer_number: int) -> "RecurrenceCost":
         """The numbers of a layer of ``config`` that has a recurrence."""
         model = config.model
         parallel = config.parallel

@@ -1,7 +1,5 @@
 """Simulate a plan with given costs: start and end of each action, makespan, bubble and peak activations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +34,7 @@ class Costs:
             raise ConfigError(f"costs={self.text}: the exchange between experts is part of F and of I: 0 to min(F, I)")
 
     @classmethod
-    def parse(cls, text: str) -> Costs:
+    def parse(cls, text: str) -> "Costs":
         """Parse costs from ``F,I,W,COMM,EXCHANGE``; the last two are optional."""
         try:
             numbers = [float(word) for word in text.split(",")]

@@ -15,8 +15,6 @@ attention weights of all heads, n t numbers in float32, over tensor-parallel ran
 backward. Context parallelism gathers index keys, besides keys and values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 from typing import Any

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,11 +61,8 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
     if settings.partition:
         write_one_partition(settings, sources, limits or Limits())
         return
-    work = WorkFolder(settings.output_prefix)
-    try:
+    with closing(WorkFolder(settings.output_prefix)) as work:
         _Job(settings, sources, limits or Limits(), work).run()
-    finally:
-        work.close()
 
 
 NO_ENDS = (

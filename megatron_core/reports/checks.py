@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import ExpertLoad
 from megatron_core.optimizer.sharded import Optimizer
@@ -165,8 +165,12 @@ class UntrainedParameterCheck:
     def _moved_below_rounding(self) -> Iterable[nn.Parameter]:
         """16-bit parameters whose main weights changed by less than the rounding of the 16-bit weights."""
         for bucket, tensors in self.optimizer.tensors():
-            if "main" in tensors:
-                yield from _hidden_moves(bucket, tensors["main"])
+            for _, parameter, start, stop, offset in bucket.pieces() if "main" in tensors else ():
+                span = slice(offset, offset + stop - start)
+                wide = tensors["main"][span]
+                narrow = bucket.weight_shard[span].to(wide.device)
+                if torch.equal(wide.to(narrow.dtype), narrow) and not torch.equal(wide, narrow.to(wide.dtype)):
+                    yield parameter
 
     def _names_without(self, flags: Tensor) -> list[str]:
         """Names, of all pipeline stages, whose flag is 0 on all ranks with a part or a copy of the parameter."""
@@ -174,16 +178,6 @@ class UntrainedParameterCheck:
         names = [name for name, flag in zip(self.names, flags.tolist(), strict=True) if not flag]
         texts = gather_strings("\n".join(names), self.groups.group(WORLD), self.device)
         return list(dict.fromkeys(name for text in texts for name in text.splitlines()))
-
-
-def _hidden_moves(bucket: Bucket, main: Tensor) -> Iterable[nn.Parameter]:
-    for _, parameter, start, stop, offset in bucket.pieces():
-        wide, narrow = (
-            main[offset : offset + stop - start],
-            bucket.weight_shard[offset : offset + stop - start].to(main.device),
-        )
-        if torch.equal(wide.to(narrow.dtype), narrow) and not torch.equal(wide, narrow.to(wide.dtype)):
-            yield parameter
 
 
 class StarvedExperts:

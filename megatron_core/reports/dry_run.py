@@ -1,7 +1,5 @@
 """Estimate of one rank's memory in a world of any size, built on torch's meta device in one process, without data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +54,7 @@ class RankEstimate:
     num_microbatches: int
 
     @classmethod
-    def of(cls, config: RunConfig, world_size: int, rank: int = 0) -> RankEstimate:
+    def of(cls, config: RunConfig, world_size: int, rank: int = 0) -> "RankEstimate":
         """Build rank ``rank`` of a world of ``world_size`` ranks with the functions that training uses.
 
         Errors: ``ConfigError`` if the configuration is invalid for this world, ``LayoutError`` if ``rank`` is outside.

@@ -1,7 +1,5 @@
 """The fast paths of runs on GPUs, their conditions, and why one is off; for the start of a run and megatron-doctor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,7 +30,7 @@ class Platform:
     """Why the library of CUDA kernels is not used; None if it is."""
 
     @classmethod
-    def current(cls) -> Platform:
+    def current(cls) -> "Platform":
         """This process and its current GPU."""
         return cls(
             torch=torch.__version__,

@@ -11,8 +11,6 @@ time in flight is reported separately. The same holds for transfers to host memo
 # an interval ends at the step's only wait (``settle``), and the update counts for the next interval. Collectives have
 # events in one of ten intervals only: 32 layers and 16 micro-batches record 25,000 events in a step.
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +46,7 @@ class StepTimes:
     """By group and kind, such as ``tp all_reduce``; ``host`` and ``disk`` are transfers of offloading."""
     seconds: float = 0.0
 
-    def add(self, other: StepTimes) -> None:
+    def add(self, other: "StepTimes") -> None:
         """Add the times of another interval."""
         self.seconds += other.seconds
         for name, seconds in other.phases.items():
@@ -102,7 +100,7 @@ class PhaseSpan:
 class ChargedWait(Waited):
     """The handle of a collective; charges the duration of ``wait`` to it."""
 
-    def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
+    def __init__(self, meter: "Meter", work: Any, transfer: _Transfer) -> None:
         super().__init__(work)
         self._meter = meter
         self._transfer = transfer

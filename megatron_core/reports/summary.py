@@ -1,7 +1,5 @@
 """Summary of a run's records: time of each rank by phase, with waiting and sending separated, and goodput."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -65,7 +63,7 @@ class RunSummary:
     """The machine, for predictions; None: the machine in the records."""
 
     @classmethod
-    def of(cls, records: RunRecords, machine: Hardware | None = None) -> RunSummary:
+    def of(cls, records: RunRecords, machine: Hardware | None = None) -> "RunSummary":
         """Summarize the records of a run."""
         goodput = Goodput()
         for line in records.ranks.get(min(records.ranks, default=0), []):

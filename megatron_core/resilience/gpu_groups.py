@@ -3,8 +3,6 @@
 None of this has run on a GPU yet; tests use the simulated one.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """Settings of runs that survive failures, and of faults for tests."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -48,7 +46,7 @@ class Fault:
     """Whether it also occurs in restarted runs."""
 
     @classmethod
-    def of(cls, text: str) -> Fault | None:
+    def of(cls, text: str) -> "Fault | None":
         """The fault described by ``text``; None if it describes none."""
         match = _FAULT.fullmatch(text)
         return cls(match[1], int(match[2]), int(match[3]), match[4] is not None) if match else None

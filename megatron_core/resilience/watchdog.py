@@ -6,9 +6,12 @@ prints the reason with the unresponsive ranks, and then a report of all answers.
 torchrun restarts them. Nothing here waits indefinitely for the store, because a stopped rank may host it.
 """
 
+<<<<<<< HEAD
 from __future__ import annotations
 
 import atexit
+=======
+>>>>>>> c-cut1
 import json
 import os
 import sys
@@ -230,7 +233,7 @@ class Call:
         return f"{self.what} of {list(self.shape)} {self.dtype}"
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Call:
+    def of(cls, content: Mapping[str, Any]) -> "Call":
         """Rebuild a ``Call`` from its ``asdict`` form in JSON."""
         return cls(**{**content, "ranks": tuple(content["ranks"]), "shape": tuple(content["shape"])})
 

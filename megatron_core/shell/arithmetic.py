@@ -1,7 +1,5 @@
 """Arithmetic of bash: integers of 64 bits, variables and assignments."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Assignments to variables of a shell script: texts, arrays and maps."""
 
-from __future__ import annotations
-
 import re
 
 from megatron_core.shell.expansion import Variables

@@ -1,7 +1,5 @@
 """Built-in commands of bash that only use variables, input and output."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

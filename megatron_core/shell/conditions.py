@@ -1,7 +1,5 @@
 """Conditions of a shell script: true, false, or unknown without running it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

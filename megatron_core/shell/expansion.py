@@ -1,7 +1,5 @@
 """Expansion of words of a shell script: quotes, variables, output of commands, arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Words that expansions are made into, split at separators."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

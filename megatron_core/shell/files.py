@@ -1,7 +1,5 @@
 """Finds the files of scripts that a script reads."""
 
-from __future__ import annotations
-
 import os.path
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Follows a shell script without running it, and returns the programs that it would start."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ class Interpreter(BuiltIns):
     @classmethod
     def of(
         cls, text: str, script: str, arguments: Sequence[str], values: Mapping[str, Value], folders: Sequence[str] = ()
-    ) -> Interpreter:
+    ) -> "Interpreter":
         """Follow a script with its arguments and variables of the environment.
 
         ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for wrong syntax, and for a

@@ -1,7 +1,5 @@
 """The training program in a launch script or command line, its flags, and the number of its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

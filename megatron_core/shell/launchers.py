@@ -1,7 +1,5 @@
 """Flags of launchers for the number of ranks, directives of Slurm, and the variables that Slurm sets for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

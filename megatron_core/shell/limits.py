@@ -1,7 +1,5 @@
 """Bounds of time and memory for scripts that may be hostile."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterable, Iterator

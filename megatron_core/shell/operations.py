@@ -1,7 +1,5 @@
 """Operations on the value of a variable, as in ``${name%pattern}``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Patterns, brace expressions and escapes of bash."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import islice, product

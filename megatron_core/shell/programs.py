@@ -1,7 +1,5 @@
 """Output of programs that only compute with their arguments, and of printf."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State of a shell, and the parts that subshells and functions copy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Syntax of shell scripts: from words and operators to a tree of commands."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from megatron_core.errors import ConfigError

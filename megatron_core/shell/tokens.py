@@ -1,7 +1,5 @@
 """Words and operators of shell scripts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

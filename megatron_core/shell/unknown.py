@@ -1,7 +1,5 @@
 """Values of a shell script that are not known without running it."""
 
-from __future__ import annotations
-
 import re
 
 _START = "\ue000"

@@ -1,7 +1,5 @@
 """The models and layouts that ``megatron-verify`` compares with one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product

@@ -6,8 +6,6 @@ sequence: ``[n, b, h]``. The order of one process's program tells which of the w
 that is computed from it is wrong, too.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence

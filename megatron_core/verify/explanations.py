@@ -5,8 +5,6 @@ them: with a factor, without some micro-batches, or with weights that follow fro
 hypothesis is computed from the stored tensors and stated only if it reproduces the measured gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

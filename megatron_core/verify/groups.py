@@ -4,8 +4,6 @@ It shares no code with ``optimizer.outer``: each group is a run without groups, 
 whole tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd

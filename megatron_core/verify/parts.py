@@ -1,7 +1,5 @@
 """The parts of a whole tensor that a rank may hold, given its index on each parallel axis."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, permutations, product
 from typing import NamedTuple, TypeVar

@@ -9,8 +9,6 @@ on an axis tells which part it must have; where several axes have the same size,
 is tried, and the tensor is right if one fits.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +85,7 @@ def compare(
     copy_weights: bool = True,
     averaged: int = 1,
     **axes: Axis,
-) -> Comparison:
+) -> "Comparison":
     """Record a step of ``model`` on one rank, or compare it on several with the record in ``folder``.
 
     Call it before the step, with the initial weights: a run on several ranks receives its parts of the recorded weights

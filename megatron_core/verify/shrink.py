@@ -57,14 +57,11 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     small |= _model(config, tp, cp, stages, layouts)
     small |= {"num_layers": config.model.num_layers} if keep_layers else {}
     for schedule in short_schedules(config, small["global_batch_size"], small["seq_length"]):
-        candidate = RunConfig.from_flat(small | schedule)
-        if not any(any(problems(_in_layout(candidate, layout), layout.world_size)) for layout in layouts):
+        candidate = RunConfig.from_flat(small | schedule).flat()
+        configs = [(RunConfig.from_flat(candidate | layout.settings()), layout.world_size) for layout in layouts]
+        if not any(any(problems(*config_and_size)) for config_and_size in configs):
             small |= schedule
     return RunConfig.from_flat(small)
-
-
-def _in_layout(config: RunConfig, layout: Layout) -> RunConfig:
-    return RunConfig.from_flat(config.flat() | layout.settings())
 
 
 def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:

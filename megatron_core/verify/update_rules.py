@@ -5,8 +5,6 @@ the intended rule from the measured gradients, and that of each known deviation.
 reproduces the measured weights and the intended rule does not.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Names of a program's modules and parameters in the whole model, without wrappers and with the layers' numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn

@@ -159,7 +159,7 @@ IN_RECURRENCES = (
     # The formula.
     Defect(
         "query and key heads alternate over the value heads",
-        f"{LAYER}._heads",
+        "features.recurrent.delta_rule:unit_heads",
         call("repeat_interleave", "SELF.repeat(*[1] * (SELF.dim() - 2), FIRST, 1)"),
         "delta net, micro-batches of 2",
         culprit=FIRST,

@@ -1,7 +1,5 @@
 """The differences of a training from that of Megatron-LM with the same flags."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

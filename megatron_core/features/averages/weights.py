@@ -1,7 +1,5 @@
 """Evaluation with the exponential moving average of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 

@@ -1,7 +1,5 @@
 """Settings of batches that grow, and the growth that they describe."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Modules whose forward is a graph of torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

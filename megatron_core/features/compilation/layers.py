@@ -1,7 +1,5 @@
 """torch.compile layer by layer: equal layers share a graph, and collectives between layers stay eager."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

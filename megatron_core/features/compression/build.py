@@ -1,7 +1,5 @@
 """Builds the compressors of a run, each with its update rule."""
 
-from __future__ import annotations
-
 from megatron_core.config import RunConfig
 from megatron_core.features.compression.blocks import BlockMessages
 from megatron_core.features.compression.powersgd import PowerSGD

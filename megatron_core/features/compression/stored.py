@@ -1,7 +1,5 @@
 """State of compressors in checkpoints: errors of each data-parallel rank, factors, and rows of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 All functions compute with positions on the host, so that work can be counted without tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -60,7 +58,7 @@ class _PositionRange:
     stop: int
     offset: int
 
-    def cut(self, start: int, stop: int) -> _PositionRange:
+    def cut(self, start: int, stop: int) -> "_PositionRange":
         """The intersection with a range of positions."""
         start = max(start, self.start)
         stop = min(stop, self.stop)

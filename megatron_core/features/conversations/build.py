@@ -1,7 +1,5 @@
 """Builds data sets of conversations from the data flags."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Notes at the start of a run about conversations: lengths, parts that are not learned, keys without effect."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys of lines and messages that other projects give a meaning: obeyed, refused, or counted as ignored."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from itertools import chain

@@ -1,7 +1,5 @@
 """Rules of data files with conversations and preferences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config.run import RunConfig

@@ -67,7 +67,8 @@ class TemplateProcess:
     def _exchange(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | int:
         """The reply of the process, or its exit status if it died."""
         try:
-            data = json.dumps(request, ensure_ascii=False, default=_placeholder)
+            # A value that JSON has not becomes the name of its type, as in `transformers`.
+            data = json.dumps(request, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
         except (RecursionError, TypeError, ValueError) as error:
             raise DataError(f"the messages cannot be written as JSON ({error}); correct them") from None
         process, connection = self._running or self._start()
@@ -119,11 +120,6 @@ class TemplateProcess:
         self._running = None
         connection.close()
         process.returncode = 0  # the parent waits for it; the destructor must not
-
-
-def _placeholder(value: object) -> str:
-    """The text of a value that JSON has not, as in `transformers`."""
-    return f"<{type(value).__name__}>"
 
 
 PROCESS = TemplateProcess()

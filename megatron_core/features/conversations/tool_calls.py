@@ -1,7 +1,5 @@
 """Functions that a model may call, and its calls, in the forms of OpenAI and of `transformers`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

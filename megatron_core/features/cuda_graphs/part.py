@@ -1,7 +1,5 @@
 """Captures the CUDA graphs of a run between its steps, and its notes about them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.features.cuda_graphs.graphs import GraphedFunction, capture_stages

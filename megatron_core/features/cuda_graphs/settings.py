@@ -1,7 +1,5 @@
 """Settings of CUDA graphs of layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

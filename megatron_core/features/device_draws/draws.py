@@ -4,8 +4,6 @@ One core draws 18 M elements per second, so 8 B weights of a rank would take 7 m
 as torch's operators have the same bits: each is a kernel of its own, so no compiler joins a product and a sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ With student logits z, teacher logits u, temperature T and weight w, the loss of
 Source: Hinton et al. 2015 (arXiv 1503.02531), section 2, which has the factor T^2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of a distillation in a YAML file of NVIDIA ModelOpt, which Megatron-LM's ``--export-kd-cfg`` names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_core.errors import ConfigError, shortened

@@ -4,8 +4,6 @@ The teacher computes all micro-batches of a step before the student. Of each mic
 layer is kept; its logits, which are larger by V / h, are computed when the student's logits are known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The frozen teacher of a distillation: its weights, and its model in the layout of the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The products and sums of layers with equal bits in every layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +32,7 @@ ROWS_OF_EXPERTS = 32
 """Rows of a product of an expert: the last of them is filled with zeros."""
 
 
-def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> ExactArithmetic:
+def exact_arithmetic(config: RunConfig, context: Group, data_ranks: int) -> "ExactArithmetic":
     """The arithmetic of a run; see ``Feature.arithmetic``."""
     batch = config.training.final_batch_size(data_ranks)
     chunks = config.parallel.layout_invariant_chunks

@@ -5,8 +5,6 @@ chunks of queries over the keys of the whole sequence, which it gathers. The gra
 chunks of queries: chunks c and C - 1 - c first, which are on one rank in every zig-zag, then the tree over these pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache

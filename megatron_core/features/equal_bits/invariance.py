@@ -12,8 +12,6 @@ Ranks split three kinds of dimensions, and a sum over each of them takes one ord
 Every matrix product has the same shape in every layout (``ops.fixed_products``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -39,7 +37,7 @@ class Invariance:
     context_ranks: int = 1
     """Ranks over which each sequence is split."""
 
-    def over(self, ranks: int) -> Invariance:
+    def over(self, ranks: int) -> "Invariance":
         """The same with each local sequence split over ``ranks`` ranks."""
         return replace(self, context_ranks=self.context_ranks * ranks)
 

@@ -4,8 +4,6 @@ Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, wei
 are added to ``main_grad`` in float64, without rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -47,7 +45,7 @@ class WeightParts:
     """Rows of each product of the forward pass and of input gradients."""
 
     @classmethod
-    def of_output(cls, invariance: Invariance, spec: ShardSpec, whole_spec: ShardSpec) -> WeightParts:
+    def of_output(cls, invariance: Invariance, spec: ShardSpec, whole_spec: ShardSpec) -> "WeightParts":
         """For rows split as ``spec``; ``whole_spec`` is the split over as many ranks as there are parts."""
         # ranges are those of matrices [O, I], or of a stack of them
         (held_split,) = spec.splits
@@ -72,7 +70,7 @@ class WeightParts:
         return cls(invariance, tuple(runs), splits_output=True)
 
     @classmethod
-    def even(cls, invariance: Invariance, extent: int, count: int, *, splits_output: bool) -> WeightParts:
+    def even(cls, invariance: Invariance, extent: int, count: int, *, splits_output: bool) -> "WeightParts":
         """``count`` equal parts of ``extent`` local indices."""
         width = extent // count
         return cls(

@@ -1,7 +1,5 @@
 """The note of a run with equal bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.features.equal_bits import fixed_products

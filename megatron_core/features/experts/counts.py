@@ -6,8 +6,6 @@ rows to send. On a GPU they use a stream of their own, so that neither the host 
 was queued later.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

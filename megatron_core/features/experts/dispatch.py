@@ -10,8 +10,6 @@ Shapes: T tokens of this rank, k choices per token, R input rows for this rank's
 # A token's outputs are summed on its own rank in the order of its choices, so that the sum does not depend on the order
 # of arrival. Ranks without tokens also call all collectives: the other ranks wait for them.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -155,7 +153,9 @@ class AllToAll(Dispatcher):
         rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
         probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes, total)
-        send, receive = self._padded_counts(capacity) if arriving is None else arriving.wait()
+        # Of each rank, the rows for each expert that are sent to it, and those received from it.
+        padded_counts = [[capacity or 0] * self.local_experts] * self.size
+        send, receive = (padded_counts, padded_counts) if arriving is None else arriving.wait()
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
         if slots.holes and capacity is None:  # dropped choices are the last rows
             rows, probs, tokens = (tensor[: sum(sent)] for tensor in (rows, probs, tokens))
@@ -197,12 +197,6 @@ class AllToAll(Dispatcher):
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
         return keys.flatten(1)
-
-    def _padded_counts(self, capacity: int | None) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the rows sent to each rank for each expert, and those received, if all are ``capacity``."""
-        assert capacity is not None
-        table = [[capacity] * self.local_experts] * self.size
-        return table, table
 
     def _holders_on(self, device: torch.device) -> Tensor:
         """``holders`` on the device, copied once."""
@@ -298,7 +292,7 @@ class Slots:
     """Whether ``rows`` or ``places`` may contain -1."""
 
     @classmethod
-    def of(cls, keys: Tensor, destinations: int, capacity: int | None, *, drops: bool) -> Slots:
+    def of(cls, keys: Tensor, destinations: int, capacity: int | None, *, drops: bool) -> "Slots":
         """Sort slots by their destinations ``keys`` ``[T, m]``, stably; the key ``destinations`` means dropped.
 
         With ``capacity``, each destination has exactly ``capacity`` rows, with padding at the end. ``drops``: whether

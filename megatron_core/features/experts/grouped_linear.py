@@ -1,7 +1,5 @@
 """y = x W_e^T for contiguous rows per expert, with gradients added to ``main_grad``; other products in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from megatron_core.tensor_parallel.linear import defers_weight_grad, main_grad_o
 
 
 def grouped_linear(
-    x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, products: GroupedProducts | None = None
+    x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, products: "GroupedProducts | None" = None
 ) -> Tensor:
     """``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``; expert e has the next ``counts[e]`` rows.
 
@@ -34,7 +32,7 @@ class GroupedProducts:
         """The result of ``grouped_linear``, and data for ``gradients``."""
         return grouped_product(x, weight.transpose(1, 2), counts), None
 
-    def gradients(self, weight: nn.Parameter, grad_y: Tensor, counts: Sequence[int], saved: Any) -> GroupedGradients:
+    def gradients(self, weight: nn.Parameter, grad_y: Tensor, counts: Sequence[int], saved: Any) -> "GroupedGradients":
         """The products of backward from the data of ``output``."""
         return GroupedGradients(weight, grad_y, counts)
 

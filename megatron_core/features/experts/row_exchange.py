@@ -1,7 +1,5 @@
 """All-to-all of rows with gradients, in two halves, between which other work runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

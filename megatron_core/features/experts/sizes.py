@@ -1,7 +1,5 @@
 """The sizes of a layer with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config.linear_layers import FeedForward, LinearLayer

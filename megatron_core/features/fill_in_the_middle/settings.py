@@ -1,7 +1,5 @@
 """Settings of fill-in-the-middle, and their rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ blocks without a hidden key.
 Source: Dong et al. 2024, FlexAttention. On a CPU, where torch has neither, one call per document is the fastest.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache

@@ -1,7 +1,5 @@
 """Layers whose matrix products are in FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

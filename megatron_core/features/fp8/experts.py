@@ -1,7 +1,5 @@
 """The matrix products of experts in FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

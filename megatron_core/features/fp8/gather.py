@@ -5,8 +5,6 @@ weights are stored in the weights' own dtype as data / scale. The layer quantise
 obtains the same 8-bit numbers, because the rounding error is much smaller than half a step of the format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +27,7 @@ class QuantizationBlocks:
     blocks: Blocks
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> QuantizationBlocks:
+    def of(cls, parameter: nn.Parameter) -> "QuantizationBlocks":
         """Return the grid of a weight, with the block size of its layer."""
         return cls(parameter, _layer_of(parameter).blocks("weight", 1))
 

@@ -4,8 +4,6 @@ A launch finds the largest numbers of blocks with a whole extent, in parts; anot
 scales and casts. Other blocks need one launch for everything.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

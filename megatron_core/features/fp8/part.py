@@ -1,7 +1,5 @@
 """FP8 in a training run: scales across steps, their state in checkpoints, and statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain
 

@@ -19,8 +19,6 @@ Sources: Micikevicius et al. 2022 (formats, delayed); Liu et al. 2024, DeepSeek-
 al. 2023 (mxfp8), with the scales rounded so that nothing is clamped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -272,7 +270,7 @@ class FP8Products(MatrixProducts):
         saved = SavedOperands(input_scales, bool(columns), weight_scales, matrices.get(0))
         return (y if bias is None else y + bias), saved_x, saved
 
-    def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> FP8Gradients:
+    def gradients(self, weight: nn.Parameter, grad_y: Tensor, saved: Any) -> "FP8Gradients":
         """The products of backward, with the scales of ``output``."""
         return FP8Gradients(self, weight, grad_y, saved)
 

@@ -1,7 +1,5 @@
 """A layer that connects attention and MLP with several residual streams."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Settings of hyper-connections, and their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

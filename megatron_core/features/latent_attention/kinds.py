@@ -1,7 +1,5 @@
 """The sizes of latent attention."""
 
-from __future__ import annotations
-
 from megatron_core.config.attention import AttentionKind, Projection
 from megatron_core.config.model import ModelConfig
 from megatron_core.features.latent_attention.settings import LatentAttentionConfig

@@ -1,7 +1,5 @@
 """Sizes of attention and MLP that differ between layers, from the JSON of Megatron-LM and of Nemotron models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Reads the JSON of layers with sizes of their own from a flag, or from a file that a flag names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The setting of short sequences at the start, and its rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checkpoints for a fast restart in the memory of each host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

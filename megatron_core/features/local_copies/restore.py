@@ -5,8 +5,6 @@ somewhere is chosen. Each host creates a folder with links to its own files and 
 need and that it lacks; then ``CheckpointReader`` reads the folder like any other.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Sends parts of files between ranks, one megabyte at a time."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Add low-rank adapters to the linear layers of a model, and freeze everything else."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Source: Hu et al. 2021 (arXiv 2106.09685); Kalajdzievski 2023 (2312.03732) for t
 2024 (2402.09353), equation 5, for DoRA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Low-rank adapters, and the linear layers that they change, by the names of Megatron, NeMo and Hugging Face."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Sizes of adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_core.config import ParallelConfig, RunConfig

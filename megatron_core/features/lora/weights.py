@@ -1,7 +1,5 @@
 """The weights of adapters: their initial values, and the checkpoints that contain only them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The plan depends only on names, sizes, ``ShardSpec``s and the grid: every rank computes the same one without a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -86,7 +84,7 @@ class MatrixMessages:
     """Whether no rank of the stage sends anything."""
 
     @classmethod
-    def among(cls, size: int) -> MatrixMessages:
+    def among(cls, size: int) -> "MatrixMessages":
         """Return empty messages between ``size`` ranks."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 

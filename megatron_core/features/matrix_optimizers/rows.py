@@ -1,7 +1,5 @@
 """Rows of the optimizers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_core.config.optimizers import Moment, OptimizerKind

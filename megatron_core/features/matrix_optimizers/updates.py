@@ -1,7 +1,5 @@
 """Update matrices that are split over ranks: one rank transforms each matrix and sends the parts of the result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 

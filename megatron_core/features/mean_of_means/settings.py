@@ -1,7 +1,5 @@
 """The setting of the mean of the loss, and its rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

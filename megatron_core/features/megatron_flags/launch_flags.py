@@ -1,7 +1,5 @@
 """Sorts the flags of a command line of Megatron-LM by their treatment here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +27,7 @@ class LaunchFlags:
     """The words of all other flags."""
 
     @classmethod
-    def of(cls, words: Sequence[str], unknown: Any) -> LaunchFlags:
+    def of(cls, words: Sequence[str], unknown: Any) -> "LaunchFlags":
         """Sort ``words``; ``unknown``: the pattern of a value that is not known, with its name as group 1."""
         sorted_flags = cls()
         kinds = field_types() | command_line()

@@ -1,7 +1,5 @@
 """Translation of flags of Megatron-LM and its forks into this project's flags, with messages for unusable flags."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 from collections.abc import Iterable
@@ -139,12 +137,13 @@ class MegatronSpellings(Spellings):
         """Handle a flag that is not a setting of this project."""
         entry = tables.FLAGS.get(name)
         only = tables.ONLY_VALUE.get(name, ())
+        needed = tables.TOGETHER.get(name, tables.TOGETHER.get(f"{name}={' '.join(values)}"))
         words = " ".join([flag, *values])
         if entry is None:
             return [(flag, values)]
         if values and not entry.takes_values and entry.fate != "refused":
             line.add_switch(flag, [], values)
-        elif (needed := _partner(name, values)) is not None and not self.has(needed):
+        elif needed is not None and not self.has(needed):
             line.faults.append(f"{words}: this needs {to_flag(needed)}")
         elif only and set(values) <= set(only):
             line.ignored[words] = "this is done in any case"
@@ -160,11 +159,6 @@ class MegatronSpellings(Spellings):
         elif entry.reason in line.known:
             line.faults.append(f"{words}: not supported with {to_flag(entry.reason)}; remove it")
         return []
-
-
-def _partner(name: str, values: list[str]) -> str | None:
-    """The setting that has to be given with this flag."""
-    return tables.TOGETHER.get(name, tables.TOGETHER.get(f"{name}={' '.join(values)}"))
 
 
 def _integer(values: list[str] | None) -> int | None:

@@ -1,7 +1,5 @@
 """The data sets of a run in Megatron-LM's order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixing of the hidden states of earlier depths of multi-token prediction (``--mtp-hsm``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

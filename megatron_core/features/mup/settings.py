@@ -1,7 +1,5 @@
 """Settings of maximal update parametrization, and the factors that follow from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

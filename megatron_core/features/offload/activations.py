@@ -6,8 +6,6 @@ of the unit before it start to return. A unit whose backward begins before anoth
 the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
@@ -57,7 +55,7 @@ class _Saved:
 class _Unit:
     """The tensors that one forward of a unit saves, and the unit before it in the same forward of the model."""
 
-    def __init__(self, before: _Unit | None) -> None:
+    def __init__(self, before: "_Unit | None") -> None:
         self.before = before
         self.saved: list[ref[_Saved]] = []
         self.moving: list[_Saved] = []

@@ -5,8 +5,6 @@ backward pass. While one part of the shards is updated, the next one is read, an
 new weights are copied to the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """State of a training outside of the memory of its device, while a sampler or another model needs this memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 

@@ -36,7 +36,7 @@ class Copied:
 class Threaded:
     """The handle of a transfer in a helper thread."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[object]) -> None:
         self._future = future
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class Lane:
     def _started(self, call: Callable[[], object], *, for_host: bool) -> TransferHandle:
         if self._stream is None:
             assert self._executor is not None
-            return Threaded(self._executor.submit(_without_gradients, call))
+            return Threaded(self._executor.submit(torch.no_grad()(call)))  # autograd is on at first in a thread
         # The source must be complete, and no kernel may still read the target.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -93,12 +93,6 @@ def lane(name: Direction, device: torch.device | None = None) -> Lane:
 @cache
 def _lane(name: Direction, device: torch.device, process: int) -> Lane:
     return Lane(name, device)  # a thread does not survive a fork
-
-
-def _without_gradients(call: Callable[[], object]) -> None:
-    """Run ``call`` in a helper thread, in which autograd is on at first."""
-    with torch.no_grad():
-        call()
 
 
 def is_on_host(tensor: Tensor) -> bool:

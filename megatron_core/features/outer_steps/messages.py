@@ -4,8 +4,6 @@ Rounded numbers have one scale for each tensor, its largest absolute value in th
 how the tensor is split over the ranks of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Global weights of groups of replicas that train independently and exchange their weights every few steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

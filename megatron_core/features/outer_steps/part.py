@@ -1,7 +1,5 @@
 """The groups of replicas as a part of a run: exchanges after steps, state in checkpoints and in copies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain

@@ -1,7 +1,5 @@
 """Groups of data-parallel replicas that train on their own and exchange their weights every few steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

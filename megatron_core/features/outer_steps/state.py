@@ -1,8 +1,6 @@
 """State of groups of replicas: in checkpoints the global weights as the model, and the state of each group; in copies
 in host memory also outer gradients that are in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain

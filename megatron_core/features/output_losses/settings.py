@@ -1,7 +1,5 @@
 """Settings and rules of the output layer's losses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The z-loss of the output layer: cross entropy together with log Z of the output's softmax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ other hands over, too, or ends.
 # begins, because the backward pass of a layer with experts begins with a message and its forward pass with attention:
 # so each message of both is on its way while the other computes. On a GPU both use the stream of the caller.
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """Split backwards: I computes the gradient of a stage's input, W later the deferred gradients of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings and rules of further kinds of positions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Pairs of a preferred and a rejected answer as training data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ training, it needs no pass over the data and nothing in checkpoints, and it uses
 trained model: the first loss of preferences is log 2 to the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

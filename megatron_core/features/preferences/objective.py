@@ -5,8 +5,6 @@ pi(y_l|x) / ref(y_l|x)), the loss of a pair is -(1 - e) log sigmoid(h) - e log s
 reference is the model without its adapters, or without adapters a frozen copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

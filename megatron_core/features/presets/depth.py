@@ -4,8 +4,6 @@ The width grows with the depth, so that one family of models spans all sizes, an
 the learning rate that was found for the narrow ones. Every value is a default, which other flags replace.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any

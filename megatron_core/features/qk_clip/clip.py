@@ -6,8 +6,6 @@ that share a key head share the smallest g_h. In latent attention the rotary par
 share, is multiplied by g_h, and that of the keys is not changed (section 2.1, algorithm 1).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The largest attention logit of each head in a step, for QK-clip."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 

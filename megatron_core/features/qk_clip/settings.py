@@ -1,7 +1,5 @@
 """Settings of QK-clip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_core.config import conditions as c

@@ -1,7 +1,5 @@
 """Multiple-choice questions as samples: one for each choice, whose counted tokens are those of the choice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

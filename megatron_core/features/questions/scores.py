@@ -1,7 +1,5 @@
 """Accuracy of multiple-choice questions during training, from the log-likelihoods of their choices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ the rate of the update. ``first`` marks tokens that start from a state of 0. Sou
 equation 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -24,9 +22,14 @@ NORM_EPSILON = 1e-6
 """Added to the squared norms of queries and keys (Qwen3-Next, flash-linear-attention)."""
 
 
-def of_length_one(x: Tensor) -> Tensor:
-    """Queries or keys ``[..., dk]`` of length 1."""
-    return x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+def unit_heads(x: Tensor, channels: int, shared: int) -> Tensor:
+    """Queries or keys ``[..., groups * dk]`` of length 1, ``[..., groups * shared, dk]``; heads of a group share them.
+
+    ``channels`` is dk.
+    """
+    x = x.unflatten(-1, (-1, channels))
+    x = x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+    return x.repeat_interleave(shared, dim=-2)
 
 
 def delta_rule_by_steps(

@@ -1,7 +1,5 @@
 """Gated delta nets: layers with a state of fixed size per head instead of attention over all earlier tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.features.recurrent import kinds
-from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps, of_length_one
+from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps, unit_heads
 from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.ops import rms_norm
 from megatron_core.ops.rows import wide
@@ -71,8 +69,7 @@ class GatedDeltaNet(RecurrentLayer):
         """Return query, key, value, decay and rate of each head, at least in float32."""
         dtype = wide(convolved.dtype)
         query, key, value = convolved.to(dtype).split(self.pieces[:3], dim=-1)
-        heads = (of_length_one(x.unflatten(-1, (-1, self.keys))) for x in (query, key))
-        query, key = (x.repeat_interleave(self.shared, dim=-2) for x in heads)  # for the value heads that share them
+        query, key = (unit_heads(x, self.keys, self.shared) for x in (query, key))
         _, rate, decay = gates.split(self.pieces[3:], dim=-1)
         value = value.unflatten(-1, (-1, self.values))
         return query * self.keys**-0.5, key, value, self._decays(decay.to(dtype)), rate.to(dtype).sigmoid()

@@ -1,14 +1,12 @@
 """Gated delta products: mixers of hybrid models that update their states several times for each token."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from megatron_core.features.recurrent import kinds
-from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps, of_length_one
+from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps, unit_heads
 from megatron_core.features.recurrent.mamba import MambaMixer
 from megatron_core.ops.rows import wide
 from megatron_core.transformer.context import LayerContext
@@ -51,9 +49,9 @@ class GatedDeltaProduct(MambaMixer):
         decay = -self.A_log.to(dtype).exp() * softplus(decay + self.dt_bias.to(dtype))
 
         # Each token becomes n tokens of the gated delta rule: the first one decays, and the last one has the query.
-        query = self._of_heads(query.unsqueeze(2)) * self.keys**-0.5
+        query = unit_heads(query.unsqueeze(2), self.keys, self.shared) * self.keys**-0.5
         query = pad(query, (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
-        key = self._of_heads(keys.unflatten(-1, (n, -1))).flatten(1, 2)
+        key = unit_heads(keys.unflatten(-1, (n, -1)), self.keys, self.shared).flatten(1, 2)
         value = values.unflatten(-1, (n, -1, self.values)).flatten(1, 2)
         rate = rates.sigmoid().unflatten(-1, (n, -1)).flatten(1, 2)
         decay = pad(decay.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
@@ -62,7 +60,3 @@ class GatedDeltaProduct(MambaMixer):
         rule = delta_rule_by_steps if by_steps else chunked_delta_rule
         outputs, state = rule(query, key, value, decay, rate, **extra)
         return outputs[:, n - 1 :: n], state
-
-    def _of_heads(self, x: Tensor) -> Tensor:
-        """Queries or keys of the groups ``[..., groups * dk]`` -> of length 1, for each head, ``[..., heads, dk]``."""
-        return of_length_one(x.unflatten(-1, (-1, self.keys))).repeat_interleave(self.shared, dim=-2)

@@ -4,8 +4,6 @@ To add a recurrence, add a subclass of ``RecurrenceKind``, its name and its laye
 its letter to ``settings``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Mamba-2 mixers: layers with a state space of each head instead of attention over all earlier tokens."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Attention and a recurrence with the same input in one layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Parts of recurrences over tokens whose states decay: chunks of tokens, decays, and transitions of states."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

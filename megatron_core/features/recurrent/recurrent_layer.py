@@ -1,7 +1,5 @@
 """Base class of layers with a recurrence: convolution, states between ranks and in generation, recomputation."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, ClassVar

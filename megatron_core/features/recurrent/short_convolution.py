@@ -1,7 +1,5 @@
 """Gated short convolutions: layers in which each output depends on the last few tokens."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor

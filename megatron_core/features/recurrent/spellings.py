@@ -1,7 +1,5 @@
 """Reads patterns of layers: letters of Megatron-LM's patterns stand for further settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

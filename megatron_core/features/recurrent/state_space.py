@@ -7,8 +7,6 @@ is x times the step dt, and g is dt A. Several adjacent heads share q and k. ``f
 state of 0. Source: Dao and Gu 2024 (arXiv 2405.21060), equation 1 and section 6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

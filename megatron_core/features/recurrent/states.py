@@ -1,7 +1,5 @@
 """States of recurrences over sequences that are split over ranks in zig-zag order."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

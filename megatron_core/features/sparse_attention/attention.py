@@ -1,7 +1,5 @@
 """DeepSeek sparse attention: latent attention to the keys that an indexer selects for each query."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from typing import Any

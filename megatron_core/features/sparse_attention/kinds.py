@@ -1,7 +1,5 @@
 """The sizes of sparse attention."""
 
-from __future__ import annotations
-
 from megatron_core.config.attention import Projection
 from megatron_core.config.model import ModelConfig
 from megatron_core.features.latent_attention.kinds import MultiLatent

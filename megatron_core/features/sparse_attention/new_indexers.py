@@ -1,7 +1,5 @@
 """Indexers for a model that was trained without sparse attention, and their warmup, in which the rest is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

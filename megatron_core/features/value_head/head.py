@@ -1,7 +1,5 @@
 """A head of one output for each token, and its weight in a model that was trained to predict tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """The files of a DeepSpeed checkpoint: their names, whether all are there, and their content."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 import zlib
@@ -85,7 +83,7 @@ class Files:
     """The folder of a universal checkpoint with a folder for each parameter."""
 
     @classmethod
-    def of(cls, folder: Path) -> Files:
+    def of(cls, folder: Path) -> "Files":
         """List the files. Errors: ``CheckpointError`` if one of a rank is missing."""
         listing = cls(folder)
         try:

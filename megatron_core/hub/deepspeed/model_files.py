@@ -1,7 +1,5 @@
 """``*_model_states.pt``: the module, the names and shapes of the optimizer's tensors, and the counters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -65,7 +63,7 @@ class ModelFile:
             counts[name] = count
         return counts
 
-    def check_same_save(self, first: ModelFile) -> None:
+    def check_same_save(self, first: "ModelFile") -> None:
         """Raise ``CheckpointError`` if the files are of different saves or runs."""
         for name in ("global_steps", "ds_version", "dp_world_size", "mp_world_size"):
             value = self._content.get(name)
@@ -96,7 +94,7 @@ class ModelFile:
         groups = [] if self.param_shapes is None else shapes_of(self.param_shapes)
         return {name: shape for group in groups for name, shape in group.items()}
 
-    def stored_weights(self, ranks: Sequence[ModelFile]) -> dict[str, Stored]:
+    def stored_weights(self, ranks: "Sequence[ModelFile]") -> dict[str, Stored]:
         """Parameters in these files: all without ZeRO 3, the frozen ones with it; ``ranks``: its data-parallel ranks.
 
         With ZeRO 3 each rank has an equal part of a frozen parameter, and the module has empty tensors.

@@ -1,7 +1,5 @@
 """Whole float32 weights and optimizer state, from flat partitions or from the universal format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -44,7 +42,7 @@ class Stored:
     read: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Stored:
+    def of(cls, tensor: Tensor) -> "Stored":
         """A tensor of a file; it is converted to float32 if it is a floating-point tensor."""
         tensor = tensor.detach()
         return cls(tuple(tensor.shape), lambda: tensor.float() if tensor.is_floating_point() else tensor)
@@ -200,7 +198,9 @@ def _cut(flat: Flat, names: Shapes, paddings: Sequence[int], ranks: int, target:
 def _read_stage3(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, Shape]]) -> Parts:
     """ZeRO 3: each rank has an equal part of each parameter."""
     _check_count(ranks)
-    if any(isinstance(g, Mapping) and g.get("partition_count", len(ranks)) != len(ranks) for g in _groups_of(ranks[0])):
+    stored_groups = ranks[0].get("ds_zero_partition_groups")
+    groups = stored_groups if isinstance(stored_groups, list) else []
+    if any(isinstance(g, Mapping) and g.get("partition_count", len(ranks)) != len(ranks) for g in groups):
         raise CheckpointError("parameters are partitioned over groups of ranks (MiCS or experts), not supported")
     names = {name: shape for group in shapes for name, shape in group.items()}
     weights = [_listed(state, "fp32_flat_groups") for state in ranks]
@@ -227,11 +227,6 @@ def _read_stage3(ranks: Sequence[Mapping[str, Any]], shapes: list[dict[str, Shap
     for states, _, fallback in bases:
         result.steps |= {step for number in range(count) for step in steps_of(states.get(number, {}), fallback)}
     return result
-
-
-def _groups_of(state: Mapping[str, Any]) -> list[Any]:
-    groups = state.get("ds_zero_partition_groups") or []
-    return groups if isinstance(groups, list) else []
 
 
 def _gathered(flats: Sequence[Flat], offset: int, length: int, shape: Shape) -> Stored:

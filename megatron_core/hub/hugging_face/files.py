@@ -1,7 +1,5 @@
 """The JSON files and the weights of a Hugging Face folder."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -151,7 +149,7 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         return self._file(self._where[name]).get_slice(self._stored_as[name])
 
-    def _file(self, path: Path) -> safe_open | PickledFile:
+    def _file(self, path: Path) -> "safe_open | PickledFile":
         if path not in self._files and path.suffix == Path(PICKLED).suffix:
             self._files[path] = PickledFile(path)
         elif path not in self._files:
@@ -188,7 +186,7 @@ class PickledFile:
         """The names of the tensors."""
         return list(self._tensors)
 
-    def get_slice(self, name: str) -> PickledSlice:
+    def get_slice(self, name: str) -> "PickledSlice":
         """A tensor whose parts can be read."""
         return PickledSlice(self._tensors[name])
 

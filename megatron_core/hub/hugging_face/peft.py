@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,8 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         "use_rslora": content.get("use_rslora") is True,
         "use_dora": content.get("use_dora") is True,
     }
-    files = _files(folder)
-    try:
+    with closing(_files(folder)) as files:
         modules = {match[1] for match in map(_THEIRS.fullmatch, files.names) if match}
-    finally:
-        files.close()
     unknown = sorted({target_of(module) for module in modules} - NAMES.keys())
     if unknown or not modules:
         raise CheckpointError(
@@ -255,10 +253,9 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
 
     Errors: ``CheckpointError`` if it has not exactly these adapters.
     """
-    files = _files(folder)
     read_names = set()
-    try:
-        adapters: dict[str, Tensor] = {}
+    adapters: dict[str, Tensor] = {}
+    with closing(_files(folder)) as files:
         for name, shape in shapes.items():
             layer, factor, weight_part = parsed(name)
             tensor: Tensor | None = None
@@ -277,8 +274,6 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
         if left := sorted(files.names - read_names):
             raise CheckpointError(f"{folder / WEIGHTS} also has {listed(left)}; name these layers, too")
         return adapters
-    finally:
-        files.close()
 
 
 def _missing(folder: Path, stored: str, names: Collection[str]) -> str:

@@ -1,7 +1,5 @@
 """Correspondence between the rows of a tensor of ours and the tensors of a Hugging Face checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -139,7 +137,7 @@ class TensorSource:
             return (*index[:-2], index[-1], index[-2])
         return index
 
-    def renamed(self, prefix: str, suffix: str, layer_number: int) -> TensorSource:
+    def renamed(self, prefix: str, suffix: str, layer_number: int) -> "TensorSource":
         """The same rows of tensors of a layer, with longer names."""
         return replace(self, names=tuple(f"{prefix}{name}{suffix}" for name in self.names), layer_number=layer_number)
 
@@ -163,7 +161,7 @@ class TensorSource:
         """Whether a vector of all heads is stored as one vector for each head."""
         return "{h}" in self.names[0]
 
-    def of_expert(self, e: int) -> TensorSource:
+    def of_expert(self, e: int) -> "TensorSource":
         """The stored tensors of one expert; of stacked ones, the part of one expert."""
         return replace(self, names=tuple(name.replace("{e}", str(e)) for name in self.names), stacked=False)
 

@@ -1,7 +1,5 @@
 """The state that Megatron-LM stores next to its tensors, read and written: arguments, counters, optimizer, schedule."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -145,7 +143,7 @@ class MegatronProgress:
     @classmethod
     def of(
         cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path
-    ) -> MegatronProgress:
+    ) -> "MegatronProgress":
         """Read the counters. Errors: ``CheckpointError`` for one that is absent or not an integer."""
         schedule = common.get("opt_param_scheduler")
         counters = {

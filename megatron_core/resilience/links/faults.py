@@ -1,7 +1,5 @@
 """Injected transmission faults: one received tensor is zeroed, shifted, outdated, late, lost, or has a flipped bit."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -34,7 +32,7 @@ class LinkFault:
     """One of ``LINK_DAMAGES`` and ``LINK_DELAYS``."""
 
     @classmethod
-    def of(cls, fault: str) -> LinkFault | None:
+    def of(cls, fault: str) -> "LinkFault | None":
         """The fault of a kind of ``--inject-fault``, such as ``tp-zeros``; None for other kinds."""
         axis, _, damage = fault.partition("-")
         return cls(axis, damage) if axis in LINK_AXES and damage in (*LINK_DAMAGES, *LINK_DELAYS) else None

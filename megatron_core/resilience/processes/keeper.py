@@ -7,8 +7,6 @@ in the background, so that the loss of a host loses no state.
 Each request is a line of JSON; each answer is a line of JSON, followed by bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hmac
 import json
@@ -124,7 +122,7 @@ class RemoteCopy:
 class _Answers(socketserver.StreamRequestHandler):
     """Answers the requests of one reader."""
 
-    server: _Server
+    server: "_Server"
 
     def handle(self) -> None:
         # A killed reader resets its connection; this rank has not failed.

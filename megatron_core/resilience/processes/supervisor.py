@@ -89,7 +89,8 @@ class Supervisor:
 
         Returns the number of processes of the rank before this one.
         """
-        previous = {number: signal.signal(number, self._forward) for number in FORWARDED if _is_handled(number)}
+        handled = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._forward) for number in handled}
         number = 0
         while True:
             sys.stdout.flush()
@@ -292,10 +293,6 @@ class Supervisor:
     @staticmethod
     def _say(text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
-
-
-def _is_handled(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _is_stopped(pid: int) -> bool:

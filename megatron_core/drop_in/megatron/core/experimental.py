@@ -1,7 +1,5 @@
 """Small functions of programs: experimental features, types, arrays, configurations as JSON, and hashes of weights."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

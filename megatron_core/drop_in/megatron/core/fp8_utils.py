@@ -1,7 +1,5 @@
 """The context of layers in FP8, which is a part of the engine's layers."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

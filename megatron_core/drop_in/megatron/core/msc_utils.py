@@ -1,7 +1,5 @@
 """Local files with the interface of multi-storage-client; object storage must be mounted."""
 
-from __future__ import annotations
-
 import builtins
 import os
 from pathlib import Path

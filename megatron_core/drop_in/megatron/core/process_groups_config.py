@@ -1,7 +1,5 @@
 """A rank's process groups as one object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,7 +62,7 @@ class ProcessGroupCollection:
         return f"ProcessGroupCollection({', '.join(sizes) or 'empty'})"
 
     @classmethod
-    def use_mpu_process_groups(cls, required_pgs: list[str] | None = None) -> ProcessGroupCollection:
+    def use_mpu_process_groups(cls, required_pgs: list[str] | None = None) -> "ProcessGroupCollection":
         """Return the groups of the current layout, all or only ``required_pgs``."""
         wanted = list(_GETTERS) if required_pgs is None else required_pgs
         wrong = [name for name in wanted if name not in _GETTERS and name not in _UNUSED]

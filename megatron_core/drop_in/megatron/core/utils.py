@@ -1,12 +1,10 @@
 """Functions of process groups, models, initial weights and batches."""
 
-from __future__ import annotations
-
-import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -184,18 +182,16 @@ def nvtx_decorator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that marks each call as a range with ``message`` or the function's name."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nvtx_range_push(message or function.__qualname__)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                nvtx_range_pop()
+    return lambda function: _nvtx_range(message or function.__qualname__)(function)
 
-        return call
 
-    return decorate
+@contextmanager
+def _nvtx_range(message: str) -> Iterator[None]:
+    nvtx_range_push(message)
+    try:
+        yield
+    finally:
+        nvtx_range_pop()
 
 
 class WrappedTensor:
@@ -291,27 +287,24 @@ def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
     length = whole[0].shape[1] if whole else int(batch["cu_seqlens"][0, -1])
     joined = {name: batch[name].reshape(1, -1) for name in names if batch.get(name) is not None}
     for name in ("cu_seqlens", "cu_seqlens_padded"):
-        if batch.get(name) is not None:
-            joined[name] = _join_borders(batch[name], length)
+        borders = batch.get(name)
+        if borders is not None:
+            # The borders in each sequence [b, n] become those in the joined sequence [1, m].
+            starts = torch.arange(len(borders), device=borders.device, dtype=borders.dtype)[:, None] * length
+            joined[name] = (borders + starts).flatten().unique_consecutive()[None]
     if batch.get("max_seqlen") is not None:
         joined["max_seqlen"] = batch["max_seqlen"].max().view(1)
     return batch | joined
 
 
-def _join_borders(borders: Tensor, length: int) -> Tensor:
-    """Convert the borders in each sequence ``[b, n]`` to borders in the joined sequence ``[1, m]``."""
-    starts = torch.arange(len(borders), device=borders.device, dtype=borders.dtype)[:, None] * length
-    return (borders + starts).flatten().unique_consecutive()[None]
-
-
 class StragglerDetector:
     """Megatron's context around a micro-batch, without effect; ``--log-straggler`` detects slow ranks."""
 
-    def __call__(self, bdata: bool = False) -> StragglerDetector:
+    def __call__(self, bdata: bool = False) -> "StragglerDetector":
         """Return this object; ``bdata`` marks the reading of a batch."""
         return self
 
-    def __enter__(self) -> StragglerDetector:
+    def __enter__(self) -> "StragglerDetector":
         return self
 
     def __exit__(self, *error: object) -> None:

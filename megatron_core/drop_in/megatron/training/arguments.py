@@ -71,8 +71,9 @@ def parse_args(
                 "ignored, because they are flags of neither this project nor Megatron-LM: "
                 f"{' '.join([*unknown, *rest])}"
             )
-    # The program reads --spec; load_checkpoint reads the schedule.
-    config, _ = read_settings(Path(sys.argv[0]).name, without_parts(given), stored_schedule=False)
+    # The program reads --spec, because only it knows these parts of a model; load_checkpoint reads the schedule.
+    words = [word for flag, values in grouped(given) if plain(flag) != "spec" for word in (flag, *values)]
+    config, _ = read_settings(Path(sys.argv[0]).name, words, stored_schedule=False)
     settings = config.flat()
     flags = {plain(flag): values for flag, values in grouped(given)}
     names = set(flags) | (names_in(flags["config"][-1]) if "config" in flags else set())
@@ -99,11 +100,6 @@ def parse_args(
     _set_generation(args)
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
-
-
-def without_parts(args: list[str]) -> list[str]:
-    """``args`` without ``--spec``, whose parts of a model only a program can read."""
-    return [word for flag, values in grouped(args) if plain(flag) != "spec" for word in (flag, *values)]
 
 
 def _adder(settings: type, title: str) -> Callable[[ArgumentParser], ArgumentParser]:

@@ -9,12 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.foreign_json import COUNT, STRING, read_object
@@ -110,12 +106,8 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint; pass the folder of save")
 
 
-def _keyed(value: Any) -> Iterator[ShardedTensor | ShardedObject | ShardedTensorFactory]:
-    if isinstance(value, ShardedTensor | ShardedObject | ShardedTensorFactory):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _keyed(item)
+def _keyed(state_dict: ShardedStateDict) -> Iterator[ShardedBase]:
+    return (leaf for leaf in nested_values(state_dict) if isinstance(leaf, ShardedBase))
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:

@@ -1,7 +1,5 @@
 """The parts of a sharded state dict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +89,7 @@ class ShardedTensor:
         return is_main_replica(self.replica_id)
 
     @classmethod
-    def of(cls, key: str, tensor: Tensor) -> ShardedTensor:
+    def of(cls, key: str, tensor: Tensor) -> "ShardedTensor":
         """Return a parameter with its ``ShardSpec``; a tensor without one is whole on every rank."""
         return cls(key, tensor.detach(), spec_of(tensor))  # type: ignore[arg-type]
 
@@ -105,7 +103,7 @@ class ShardedTensor:
         prepend_axis_num: int = 0,
         flattened_range: None = None,
         allow_shape_mismatch: bool = False,
-    ) -> ShardedTensor:
+    ) -> "ShardedTensor":
         """Return an even part; ``rank_offsets`` are triples (dimension, index of this part, number of equal parts).
 
         ``prepend_axis_num`` dimensions precede those of ``data``, such as the number of a layer. This rank has one
@@ -131,7 +129,7 @@ class ShardedTensor:
         counts, parts = self.axis_fragmentations, dict(self.spec.indices)
         return [(split.dim, parts[split.axis], counts[split.dim]) for split in self.spec.splits]
 
-    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+    def narrow(self, dim: int, start: int, length: int) -> "list[ShardedTensor]":
         """Return a list with this rank's part of the global tensor whose parts are all narrowed in this way."""
         data = self.data.narrow(dim, start, length)
         return [ShardedTensor.from_rank_offsets(self.key, data, *self.rank_offsets(), replica_id=self.replica_id)]

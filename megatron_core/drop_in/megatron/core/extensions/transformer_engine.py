@@ -3,8 +3,6 @@
 They run on any device; ``--kernel-backend transformer_engine`` selects Transformer Engine's kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -57,16 +57,11 @@ def described(module: nn.Module, context: LayerContext, partial_grad: bool = Fal
             shape = list(parameter.shape)
             shape[own.partition_dim] *= size
             own.shard_spec = split(tuple(shape), own.partition_dim, rank, size)
-            own.init_method = partial(_copy_part, parameter)
         else:
             summed = partial_grad or getattr(own, "sequence_parallel", False)
             own.shard_spec = replicated(tuple(parameter.shape), rank, partial_grad=summed)
-            own.init_method = partial(_copy_values, parameter)
+        own.init_method = partial(_copy_part, parameter)
     return module
-
-
-def _copy_values(parameter: nn.Parameter, drawn: Tensor) -> None:
-    drawn.copy_(parameter.detach())
 
 
 def _copy_part(parameter: Any, drawn: Tensor) -> None:

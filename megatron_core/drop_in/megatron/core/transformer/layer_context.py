@@ -124,15 +124,12 @@ def layer_context(
 ) -> LayerContext:
     """Return the context from which layers of ``model`` are built, with the current or the given process groups."""
     tp_group = getattr(pg_collection, "tp", None) or tp_group
-    groups = current() if tp_group is None or tp_group is current_tp() else ParallelGroups.single()
+    groups = current()
+    if tp_group is not None and tp_group is not groups.group("tp"):
+        groups = ParallelGroups.single()
     options = replace(config.parallel_options(), perform_initialization=False)
     cp = groups.context if groups.size("cp") > 1 else WHOLE_SEQUENCES
     return LayerContext(model, options, tp_group or groups.group("tp"), current_seed(), groups, cp)
-
-
-def current_tp() -> Any:
-    """The tensor-parallel group of the current layout."""
-    return current().group("tp")
 
 
 def stage_layers(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> range:

@@ -1,7 +1,5 @@
 """Layers of multi-token prediction, their labels and losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The explicit layout of layers on pipeline stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron.core.enums import LayerType
@@ -47,7 +45,7 @@ class PipelineParallelLayerLayout:
         return len(parse_layout(layout))
 
     @classmethod
-    def from_str(cls, layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
+    def from_str(cls, layout: str, pipeline_model_parallel_size: int) -> "PipelineParallelLayerLayout":
         """Return the layout of a string."""
         return cls(layout, pipeline_model_parallel_size)
 

@@ -105,20 +105,12 @@ def _allows_torch(target: str) -> bool:
     return target.startswith(_TORCH_MODULES) or isinstance(getattr(torch, name, None), _TORCH_KINDS)
 
 
-def _allows_transformers(target: str) -> bool:
-    """Whether it is a configuration: models and tokenizers can run code from their folders."""
-    return target.removesuffix(".from_dict").endswith("Config")
-
-
-def _allows_signal(target: str) -> bool:
-    """Whether it is an enumeration or its member: functions send signals."""
-    return target.startswith(("signal.Signals", "signal.Handlers"))
-
-
 _RULES: dict[str, Callable[[str], bool]] = {
     "torch": _allows_torch,
-    "transformers": _allows_transformers,
-    "signal": _allows_signal,
+    # Configurations: models and tokenizers can run code from their folders.
+    "transformers": lambda target: target.removesuffix(".from_dict").endswith("Config"),
+    # Enumerations and their members: functions send signals.
+    "signal": lambda target: target.startswith(("signal.Signals", "signal.Handlers")),
 }
 
 

@@ -238,7 +238,9 @@ class DynamicInferenceEngine(AbstractEngine):
                 request.generated_log_probs.append(progress.score.logprob)
                 if request.generated_top_n_logprobs is not None:
                     request.generated_top_n_logprobs.append(self._named(progress.score))
-        stopped = self._at_stop_word(request)
+        tokens = request.generated_tokens
+        stop_words = [word for word in request.stop_word_ids or () if word and tokens[-len(word) :] == word]
+        stopped = len(stop_words[0]) if stop_words else 0
         if stopped and progress.finished is None:
             self._engine.cancel(progress.number)
         if progress.error is not None:
@@ -266,11 +268,6 @@ class DynamicInferenceEngine(AbstractEngine):
             controller.detokenize(controller.tokenizer, [token], remove_EOD=False, skip_special_tokens=False): value
             for token, value in score.alternatives
         }
-
-    def _at_stop_word(self, request: DynamicInferenceRequest) -> int:
-        """The number of tokens of the stop word at the end of the text; 0 if there is none."""
-        tokens = request.generated_tokens
-        return next((len(word) for word in request.stop_word_ids or () if word and tokens[-len(word) :] == word), 0)
 
     def _finish(self, entry: RequestEntry, status: Status) -> None:
         """Complete a request and its future."""

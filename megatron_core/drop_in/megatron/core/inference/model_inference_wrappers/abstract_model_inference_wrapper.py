@@ -1,9 +1,7 @@
 """A model with its context of generation, as the engine's generator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,6 @@ from megatron_core.inference.generator import Generator
 from megatron_core.inference.kv_cache import CachedSpan, KVCache
 from megatron_core.models.gpt.model import GPTModel as EngineModel
 from megatron_core.parallel.current import current
-
-if TYPE_CHECKING:
-    from megatron.core.inference.contexts.dynamic_context import StaticInferenceContext
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 

@@ -4,8 +4,6 @@ With ``moe_enable_routing_replay`` each layer of experts of a ``GPTModel`` has a
 layers.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import ClassVar
 
@@ -26,7 +24,7 @@ class RouterReplayAction(Enum):
 class RouterReplay:
     """The choices ``[T, k]`` of one layer; class methods apply to all layers of this process."""
 
-    global_router_replay_instances: ClassVar[list[RouterReplay]] = []
+    global_router_replay_instances: ClassVar[list["RouterReplay"]] = []
 
     def __init__(self) -> None:
         self.target_topk_idx: Tensor | None = None
