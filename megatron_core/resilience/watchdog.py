@@ -6,12 +6,7 @@ prints the reason with the unresponsive ranks, and then a report of all answers.
 torchrun restarts them. Nothing here waits indefinitely for the store, because a stopped rank may host it.
 """
 
-<<<<<<< HEAD
-from __future__ import annotations
-
 import atexit
-=======
->>>>>>> c-cut1
 import json
 import os
 import sys
