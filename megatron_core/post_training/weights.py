@@ -130,21 +130,21 @@ class WeightTransfer:
     def _hand_over(self, host: int) -> list[TensorBox]:
         """Let ranks that have less to write fill boxes of busier ones; returns the pieces that others fill.
 
-        ``host``: a number of this rank's host.
+        ``host``: number of this host, equal on its ranks.
         """
         sent = (move.box for moves in self._sends.values() for move in moves)
         load = sum(box.numel for box in (*sent, *(piece.box for piece in self._local)))
         texts = gather_from_all_ranks(json.dumps([load, host]), self._device)
         loads, hosts = zip(*map(json.loads, texts), strict=True)
-        handed = set()
+        handed_keys = set()
         for move, busy, idle in _handed_over(_boxes_by_rank(self._local, self._device), list(loads), hosts):
             if self._rank == idle:
                 self._sends[busy].append(move)
             if self._rank == busy:
                 self._receives[idle].append(move)
-                handed.add((move.name, move.box))
-        filled = [piece for piece in self._local if (piece.name, piece.box) in handed]
-        self._local = [piece for piece in self._local if (piece.name, piece.box) not in handed]
+                handed_keys.add((move.name, move.box))
+        filled = [piece for piece in self._local if (piece.name, piece.box) in handed_keys]
+        self._local = [piece for piece in self._local if (piece.name, piece.box) not in handed_keys]
         return filled
 
     @torch.no_grad()
@@ -312,14 +312,15 @@ def _moves(wanted: dict[str, list[Box]], owned: dict[str, list[Box]]) -> Iterabl
 
 
 def _handed_over(
-    kept: list[dict[str, list[Box]]], loads: list[int], hosts: Sequence[int]
+    local_boxes: list[dict[str, list[Box]]], loads: list[int], hosts: Sequence[int]
 ) -> Iterator[tuple[_Move, int, int]]:
     """The boxes that an idle rank writes for a busy one of its host, with both ranks; both hold the box.
 
-    ``kept``: by rank, the boxes that it copies from its own weights. ``loads``: by rank, the elements that it writes.
+    ``local_boxes``: by rank, the boxes that it copies from its own weights. ``loads``: by rank, the elements that it
+    writes; updated.
     """
     holders = defaultdict[tuple[int, _Move], list[int]](list)
-    for rank, boxes_by_name in enumerate(kept):
+    for rank, boxes_by_name in enumerate(local_boxes):
         for name, boxes in boxes_by_name.items():
             for box in boxes:
                 if box.numel >= LARGE:
