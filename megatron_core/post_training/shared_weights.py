@@ -23,6 +23,7 @@ class SharedWeights:
     """Moves parameters to memory that is shared with the ranks of this host; a collective call.
 
     ``is_shared``: whether the ranks are joined by shared memory and all could create it; equal on all ranks.
+    ``first_rank``: the first of the ranks of this host.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -31,6 +32,7 @@ class SharedWeights:
         if device.type == "cpu" and dist.is_initialized() and dist.get_backend() == SHARED_MEMORY:
             self._share(parameters)
         self.is_shared = bool(self._memories)
+        self.first_rank = min(self._memories, default=0)
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> None:
         this_rank = dist.get_rank()

@@ -22,7 +22,8 @@ WINDOW_BYTES = 64 * 2**20
 
 
 LARGE = 2**16
-"""Elements of a box that is a message of its own: copies of smaller ones cost less than a message."""
+"""Elements of a box that is a message of its own: copies of smaller ones cost less than a message. Only such boxes are
+handed to other ranks."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class WeightTransfer:
 
     The plan is computed from the boxes that each rank owns and needs. A box that this rank holds is copied in place;
     of the others, each rank sends the parts that it would save in a checkpoint, or writes them into the memory of the
-    other rank if it is ``shared``.
+    other rank if it is ``shared``. Then a rank also writes boxes for ranks that have more to write.
     """
 
     def __init__(
@@ -102,6 +103,10 @@ class WeightTransfer:
                     self._sends[receiver] = moves
                 if self._rank == receiver and moves:
                     self._receives[sender] = moves
+        self._writes_to_others = shared is not None and shared.is_shared and any(needs)
+        """Equal on all ranks."""
+        if shared is not None and self._writes_to_others:
+            far += self._hand_over(shared.first_rank)
         _check_complete(far, self._receives)
         self._copies: _Copies | None = None
         self._known_addresses: list[int] = []
@@ -109,8 +114,6 @@ class WeightTransfer:
         far_by_name = defaultdict[str, list[TensorBox]](list)
         for piece in far:
             far_by_name[piece.name].append(piece)
-        self._writes_to_others = shared is not None and shared.is_shared and any(needs)
-        """Equal on all ranks."""
         self._written: dict[int, dict[str, list[TensorBox]]] = {self._rank: far_by_name}
         """By rank and name: the memory that this rank fills without messages."""
         if shared is not None and self._writes_to_others:
@@ -123,6 +126,26 @@ class WeightTransfer:
         # Also the frozen weights of a run whose checkpoints contain only its adapters.
         pieces += parameter_pieces(self._data.frozen_on_first_copy())
         return [piece for piece in pieces if piece.owned]
+
+    def _hand_over(self, host: int) -> list[TensorBox]:
+        """Let ranks that have less to write fill boxes of busier ones; returns the pieces that others fill.
+
+        ``host``: number of this host, equal on its ranks.
+        """
+        sent = (move.box for moves in self._sends.values() for move in moves)
+        load = sum(box.numel for box in (*sent, *(piece.box for piece in self._local)))
+        texts = gather_from_all_ranks(json.dumps([load, host]), self._device)
+        loads, hosts = zip(*map(json.loads, texts), strict=True)
+        handed_keys = set()
+        for move, busy, idle in _handed_over(_boxes_by_rank(self._local, self._device), list(loads), hosts):
+            if self._rank == idle:
+                self._sends[busy].append(move)
+            if self._rank == busy:
+                self._receives[idle].append(move)
+                handed_keys.add((move.name, move.box))
+        filled = [piece for piece in self._local if (piece.name, piece.box) in handed_keys]
+        self._local = [piece for piece in self._local if (piece.name, piece.box) not in handed_keys]
+        return filled
 
     @torch.no_grad()
     def run(self) -> int:
@@ -172,9 +195,10 @@ class WeightTransfer:
 
     def _views_to_copy(self) -> _Copies:
         """Find the views of all boxes, and divide the messages into rounds, in the same way on both sides."""
-        views = {(piece.name, piece.box): piece.memory for piece in held_weights(self._data)}
+        views = {}
         sources: dict[str, list[TensorBox]] = defaultdict(list)
-        for piece in self._owned():
+        for piece in held_weights(self._data):
+            views[piece.name, piece.box] = piece.memory
             sources[piece.name].append(piece)
         copies = _Copies([piece.memory for piece in self._local], [views[p.name, p.box] for p in self._local], [])
         for receiver, pieces in self._written.items():
@@ -285,6 +309,29 @@ def _moves(wanted: dict[str, list[Box]], owned: dict[str, list[Box]]) -> Iterabl
                 common = box.intersect(source)
                 if common is not None and common.numel:
                     yield _Move(name, common)
+
+
+def _handed_over(
+    local_boxes: list[dict[str, list[Box]]], loads: list[int], hosts: Sequence[int]
+) -> Iterator[tuple[_Move, int, int]]:
+    """The boxes that an idle rank writes for a busy one of its host, with both ranks; both hold the box.
+
+    ``local_boxes``: by rank, the boxes that it copies from its own weights. ``loads``: by rank, the elements that it
+    writes; updated.
+    """
+    holders = defaultdict[tuple[int, _Move], list[int]](list)
+    for rank, boxes_by_name in enumerate(local_boxes):
+        for name, boxes in boxes_by_name.items():
+            for box in boxes:
+                if box.numel >= LARGE:
+                    holders[hosts[rank], _Move(name, box)].append(rank)
+    for (_, move), ranks in sorted(holders.items(), key=lambda item: -item[0][1].box.numel):
+        for busy in sorted(ranks, key=loads.__getitem__, reverse=True):
+            idle = min(ranks, key=loads.__getitem__)
+            if loads[idle] + move.box.numel < loads[busy]:
+                loads[busy] -= move.box.numel
+                loads[idle] += move.box.numel
+                yield move, busy, idle
 
 
 def _values(pieces: Sequence[TensorBox], move: _Move) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.rl import rl_utils
+from megatron.rl.sequence_packing_utils import get_default_packed_seq_params
 from megatron_core.errors import ConfigError
 from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, gpt
 
@@ -79,3 +80,14 @@ def test_borders_may_repeat() -> None:
     borders = torch.tensor([0, 3, 8, 8, 8], dtype=torch.int32)
     packed = PackedSeqParams("thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
     assert packed.document_lengths(1, 8) == [[3, 5]]
+
+
+def test_default_borders_are_those_of_one_sequence() -> None:
+    params = get_default_packed_seq_params(LENGTH, 3, torch.device("cpu"))
+    assert params.cu_seqlens_q is params.cu_seqlens_kv
+    assert params.cu_seqlens_q is not None and params.cu_seqlens_q.dtype == torch.int32
+    assert params.cu_seqlens_q.tolist() == [0, LENGTH, LENGTH, LENGTH, LENGTH]
+    model = gpt(position_embedding_type="rope")
+    arguments = (model, IDS[:1], torch.arange(LENGTH)[None])
+    packed = rl_utils.get_logprobs(*arguments, packed_seq_params=params)
+    torch.testing.assert_close(packed, rl_utils.get_logprobs(*arguments), atol=1e-12, rtol=0)

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.post_training import RolloutSampler, Trainer, Trajectory, largest_difference, objectives
+from megatron_core.parallel.boxes import Box
+from megatron_core.post_training import (
+    RolloutSampler,
+    Trainer,
+    Trajectory,
+    largest_difference,
+    objectives,
+    weights,
+)
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.runs import TINY
 
@@ -79,13 +87,33 @@ def _copied(settings: dict[str, Any], layout: dict[str, int]) -> tuple[list[Any]
     [
         (2, {"zero_stage": 3}, {}),
         (2, {"pipeline_model_parallel_size": 2}, {"tensor_parallel": 2}),
+        # The second rank has the smaller stage, and writes the tied embedding of both.
+        (2, {"pipeline_model_parallel_size": 2, "num_layers": 4, "decoder_first_pipeline_num_layers": 3}, {}),
         (4, {"tensor_model_parallel_size": 2, "zero_stage": 2}, {"pipeline_parallel": 2}),
     ],
 )
-def test_ranks_of_a_host_write_without_messages(ranks: int, settings: dict[str, Any], layout: dict[str, int]) -> None:
+def test_ranks_of_a_host_write_without_messages(
+    ranks: int, settings: dict[str, Any], layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "LARGE", 1024)
     shared = run_ranks(ranks, _copied, settings | {"fp64": True}, layout)
     messages = run_ranks(ranks, _copied, settings | {"fp64": True}, layout, backend="gloo")
     assert sum(sent for _, sent in shared) == 0 < sum(sent for _, sent in messages)
     for (written, _), (received, _) in zip(shared, messages, strict=True):
         for one, other in zip(written, received, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_boxes_are_handed_to_idle_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LARGE", 10)
+    sizes = {"tiny": 9, "small": 10, "large": 50, "larger": 70}
+    boxes = {name: [Box((0,), (size,))] for name, size in sizes.items()}
+    kept = [boxes, boxes, boxes, {"small": boxes["small"]}]
+
+    def handed(loads: list[int], hosts: list[int]) -> list[tuple[str, int, int]]:
+        return [(move.name, busy, idle) for move, busy, idle in weights._handed_over(kept, loads, hosts)]
+
+    # 70 would make rank 1 the busiest; after 50 rank 1 has 180, rank 0 150 and rank 3 none.
+    assert handed([200, 130, 90, 0], [0, 0, 2, 0]) == [("large", 0, 1), ("small", 1, 3), ("small", 0, 3)]
+    assert handed([200, 130, 90, 0], [0, 1, 2, 3]) == []
+    assert handed([100, 100, 100, 100], [0, 0, 0, 0]) == []
