@@ -21,7 +21,8 @@ RANKS, STEPS, RATE = 2, 3, 0.5
 
 def _adapted_experts() -> Any:
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, experts_implementation="eager")  # type: ignore[call-arg]
+    model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
+    model.set_experts_implementation("eager")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS, init_lora_weights=False)
     return peft.get_peft_model(model, settings).double()
 
@@ -52,7 +53,9 @@ def _trained(make: Callable[[], Any], settings: dict[str, Any]) -> tuple[list[fl
     for step in range(STEPS):
         rows = _tokens(step)[torch.distributed.get_rank()][None]
         engine.backward(engine(input_ids=rows, labels=rows).loss)
-        losses.append(engine.step().loss)
+        report = engine.step()
+        assert report is not None
+        losses.append(report.loss)
     adapters = peft.get_peft_model_state_dict(model, engine.full_state_dict())
     return losses, {name: value.clone() for name, value in adapters.items()}
 
