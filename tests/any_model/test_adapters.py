@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 from torch import Tensor
 
 import megatron_core
-from megatron_core.verify.ranks import run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+DENSE = {name: size for name, size in SIZES.items() if "expert" not in name}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANKS, STEPS, RATE = 2, 3, 0.5
 
@@ -24,6 +26,15 @@ def _adapted_experts() -> Any:
     model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
     model.set_experts_implementation("eager")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS, init_lora_weights=False)
+    return peft.get_peft_model(model, settings).double()
+
+
+def _adapted_ranks() -> Any:
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE))
+    settings = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=9, tinit=1, target_modules=["q_proj"]
+    )
     return peft.get_peft_model(model, settings).double()
 
 
@@ -67,3 +78,13 @@ def test_lora_of_experts_at_stage_3() -> None:
     for kept in (False, True):
         for found in run_ranks(RANKS, _trained, _adapted_experts, {"zero_stage": 3, "zero3_keep_after_forward": kept}):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # attention and loss are in float32
+
+
+def test_adalora_whose_loss_reads_adapters_outside_of_their_modules() -> None:
+    settings = {"zero_stage": 3, "zero3_param_persistence_threshold": 0}
+    with pytest.raises(RankFailure, match=r"lora_A.*zero3_param_persistence_threshold .* to its number of elements"):
+        run_ranks(RANKS, _trained, _adapted_ranks, settings)
+    settings["zero3_param_persistence_threshold"] = 64
+    expected = _expected(_adapted_ranks)
+    for found in run_ranks(RANKS, _trained, _adapted_ranks, settings):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
