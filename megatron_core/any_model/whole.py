@@ -118,10 +118,10 @@ class WholeTensors:
                 continue
             self._versions[parameter] = parameter._version
             with torch._C.DisableTorchFunctionSubclass():
-                whole = parameter.data.reshape(-1)
+                elements = parameter.data.reshape(-1)
                 for start, stop, offset in _pieces(bucket, parameter):
-                    kept = bucket.weight_shard[offset : offset + stop - start].to(whole.device)
-                    if not torch.equal(whole[start:stop], kept):
+                    kept = bucket.weight_shard[offset : offset + stop - start].to(elements.device)
+                    if not torch.equal(elements[start:stop], kept):
                         self._changed.add(parameter)
 
     @torch.no_grad()
