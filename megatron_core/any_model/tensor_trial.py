@@ -251,8 +251,8 @@ def split_masks(heads: int, group: Group, module: nn.Module, args: Any, kwargs: 
     named = {name: value for name, value in kwargs.items() if "mask" in name or "bias" in name}
     masks = {name: mask for name, mask in named.items() if is_float(mask) and mask.dim() == 4}
     masks = {name: mask for name, mask in masks.items() if mask.shape[1] == heads}
-    parts = {name: scatter_channels(mask.movedim(1, -1), group).movedim(-1, 1) for name, mask in masks.items()}
-    return args, {**kwargs, **parts}
+    of_rank = {name: scatter_channels(mask.movedim(1, -1), group).movedim(-1, 1) for name, mask in masks.items()}
+    return args, {**kwargs, **of_rank}
 
 
 def _local(weight: Tensor, spec: ShardSpec) -> Tensor:

@@ -120,8 +120,8 @@ class WholeTensors:
             with torch._C.DisableTorchFunctionSubclass():
                 elements = parameter.data.reshape(-1)
                 for start, stop, offset in _pieces(bucket, parameter):
-                    kept = bucket.weight_shard[offset : offset + stop - start].to(elements.device)
-                    if not torch.equal(elements[start:stop], kept):
+                    shard = bucket.weight_shard[offset : offset + stop - start].to(elements.device)
+                    if not torch.equal(elements[start:stop], shard):
                         self._changed.add(parameter)
 
     @torch.no_grad()
