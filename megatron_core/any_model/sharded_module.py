@@ -311,10 +311,14 @@ def _cast_output(choices: ShardChoices, output: Any) -> Any:
 
 def _first_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Form the units before the first forward; their own hooks enter the later ones."""
-    if torch.compiler.is_compiling():  # by a call of torch.compile after fully_shard
-        torch._dynamo.disable(_refuse_graphs)(module)
+    _refuse_compiling(module)
     if "_row_units" not in vars(_outermost(module)):
         _units_of(module).enter_first(module)
+
+
+def _refuse_compiling(module: nn.Module, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # by a call of torch.compile after fully_shard
+        torch._dynamo.disable(_refuse_graphs)(module)
 
 
 def _choices_of(module: Any) -> ShardChoices:
@@ -340,6 +344,7 @@ def _units_of(module: Any) -> RowUnits:
         for inner in root.modules():
             if isinstance(inner, FSDPModule):
                 vars(inner)["_row_units"] = units
+                inner.register_forward_pre_hook(_refuse_compiling, prepend=True)  # before the hooks of the units
     units = vars(root)["_row_units"]
     return units
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from megatron_core.any_model.tensor_heads import Attributes, integers_of
+from megatron_core.any_model.tensor_heads import HEAD_COUNTS, KEY_COUNTS, Attributes, integers_of
 from megatron_core.any_model.tensor_trial import (
     BOUNDS,
     PARTIAL,
@@ -30,6 +30,7 @@ from megatron_core.any_model.tensor_trial import (
     is_float,
     output_fault,
     run_trial,
+    split_masks,
 )
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import Group
@@ -94,8 +95,12 @@ def _settle(region: Region, group: Group, inputs: Arguments, *, is_real: bool) -
 
 
 def _accept(region: Region, attributes: Attributes, split: TrialResults, group: Group) -> None:
-    """Set the attributes of the modules, and let them return the heads of all ranks."""
+    """Set the attributes of the modules, and let them take and return the heads of all ranks."""
+    counted = [(path, name) for path, name in attributes if name in HEAD_COUNTS and name not in KEY_COUNTS]
+    heads = max((getattr(region.twin.get_submodule(path), name) for path, name in counted), default=1)
     for module in region.modules:
+        if heads > 1 and heads % group.size() == 0:
+            module.register_forward_pre_hook(partial(split_masks, heads, group), with_kwargs=True)
         region.adjust(module, attributes)
         if split.gathered:
             module.register_forward_hook(partial(gather_outputs, split.gathered, group))

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_core.any_model.tensor_heads import Attributes
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.collectives import all_reduce_, gather_channels
+from megatron_core.parallel.collectives import all_reduce_, gather_channels, scatter_channels
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.sharding import ShardSpec
 from megatron_core.parallel.texts import listed
@@ -244,6 +244,15 @@ def gather_outputs(dims: Mapping[int, int], group: Group, module: nn.Module, arg
             f"{listed([*dims])} had an entry for each head; return the same outputs in each forward"
         )
     return tree_unflatten(_gathered(leaves, dims, group), structure)
+
+
+def split_masks(heads: int, group: Group, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Give a split module this rank's part of a mask or bias (batch, heads, queries, keys), as BEiT passes to it."""
+    named = {name: value for name, value in kwargs.items() if "mask" in name or "bias" in name}
+    masks = {name: mask for name, mask in named.items() if is_float(mask) and mask.dim() == 4}
+    masks = {name: mask for name, mask in masks.items() if mask.shape[1] == heads}
+    of_rank = {name: scatter_channels(mask.movedim(1, -1), group).movedim(-1, 1) for name, mask in masks.items()}
+    return args, {**kwargs, **of_rank}
 
 
 def _local(weight: Tensor, spec: ShardSpec) -> Tensor:

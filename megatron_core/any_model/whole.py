@@ -1,7 +1,8 @@
 """Whole weights, gradients and optimizer state of single parameters, which ZeRO keeps in shards."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,11 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.groups import process_group
 from megatron_core.parallel.sharding import DATA_AXES, spec_of
+
+KEPT_ELSEWHERE = (
+    "since megatron_core.initialize, but its weights are kept elsewhere and would undo the change; write into it with "
+    "copy_ inside of engine.gathered(parameter, modify=True)"
+)
 
 
 class WholeTensors:
@@ -26,6 +32,9 @@ class WholeTensors:
         self._data = data
         self._optimizer = optimizer
         self._shards = {shard.bucket: shard for shard in optimizer.shards}
+        self._split = [bucket for bucket in data.all_buckets if bucket.splits_weights]
+        for bucket in self._split:
+            setattr(bucket.freed, "release", partial(self._note_and_release, bucket, bucket.freed.release))  # noqa: B010
         self.is_open = False
         """Whether a context of ``gathered`` is open."""
         self.accept_weights()
@@ -63,22 +72,61 @@ class WholeTensors:
         """Take the present weights as those of the engine."""
         parameters = [parameter for bucket in self._data.all_buckets for parameter in bucket.parameters]
         self._versions = {parameter: parameter._version for parameter in parameters}
+        self._changed: set[nn.Parameter] = set()
+        self._has_new_versions = False
+        """Whether gathered weights were compared since the last step; equal on ranks that run the same program."""
 
     def check_unchanged(self) -> None:
-        """ConfigError if the program has replaced the memory of weights, or changed copies, which a step overwrites."""
+        """ConfigError if the program has replaced the memory of weights, or changed copies, which a step overwrites.
+
+        All ranks call it together.
+        """
         for bucket in self._data.all_buckets:
             shard = self._shards.get(bucket)
-            is_copy = bucket.splits_weights or (shard is not None and shard.is_narrow)
+            if bucket.splits_weights:
+                if bucket.is_whole:
+                    self._note_changes(bucket)
+                continue
             memory = bucket.weights.untyped_storage()._cdata
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                is_moved = not bucket.splits_weights and parameter.untyped_storage()._cdata != memory
-                is_changed = parameter._version != self._versions[parameter]
-                if is_moved or (is_changed and is_copy):
-                    raise ConfigError(
-                        f"{name} was {'moved to other memory' if is_moved else 'changed in place'} since "
-                        "megatron_core.initialize, but its weights are kept elsewhere and would undo the change; write "
-                        "into it with copy_ inside of engine.gathered(parameter, modify=True)"
-                    )
+                if parameter.untyped_storage()._cdata != memory:
+                    raise ConfigError(f"{name} was moved to other memory {KEPT_ELSEWHERE}")
+                if shard is not None and shard.is_narrow and parameter._version != self._versions[parameter]:
+                    raise ConfigError(f"{name} was changed in place {KEPT_ELSEWHERE}")
+        if self._has_new_versions:  # otherwise a step needs no collective call for it
+            self._has_new_versions = False
+            self._check_split()
+
+    def _check_split(self) -> None:
+        """ConfigError on all ranks if the program has changed gathered weights; each rank has compared its own part."""
+        named = [pair for bucket in self._split for pair in zip(bucket.names, bucket.parameters, strict=True)]
+        changed = [float(parameter in self._changed) for _, parameter in named]
+        count = torch.tensor(changed, device=self._split[0].weights.device)
+        all_reduce_(count, self._data.groups.group("dp"))
+        if count.any():
+            raise ConfigError(f"{named[int(count.argmax())][0]} was changed in place {KEPT_ELSEWHERE}")
+
+    def _note_and_release(self, bucket: Bucket, release: Callable[[], Tensor]) -> Tensor:
+        self._note_changes(bucket)
+        return release()
+
+    @torch.no_grad()
+    def _note_changes(self, bucket: Bucket) -> None:
+        """Note the gathered weights whose elements differ from this rank's shard.
+
+        Not every new version is a change: ``nn.utils.parametrize``, by which peft adapts experts, sets the same memory.
+        """
+        for parameter in bucket.parameters:
+            if parameter._version == self._versions[parameter]:
+                continue
+            self._versions[parameter] = parameter._version
+            self._has_new_versions = True
+            with torch._C.DisableTorchFunctionSubclass():
+                elements = parameter.data.reshape(-1)
+                for start, stop, offset in _pieces(bucket, parameter):
+                    shard = bucket.weight_shard[offset : offset + stop - start].to(elements.device)
+                    if not torch.equal(elements[start:stop], shard):
+                        self._changed.add(parameter)
 
     @torch.no_grad()
     def _keep(self, parameter: nn.Parameter, source: int) -> None:
@@ -95,6 +143,7 @@ class WholeTensors:
         if bucket is None:
             return
         self._versions[parameter] = parameter._version
+        self._changed.discard(parameter)
         self._write(bucket, parameter, parameter.data, bucket.weight_shard)
         shard = self._shards.get(bucket)
         if shard is not None and shard.is_narrow:

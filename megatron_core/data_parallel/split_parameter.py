@@ -85,8 +85,8 @@ class SplitParameter:
 
 
 READERS = (
-    "or name the class of a module that contains all modules that read it in unit_classes, or set "
-    "zero3_keep_after_forward=True"
+    "or name the class of a module that contains all modules that read it in unit_classes, or set zero3_keep_after_"
+    "forward=True, or zero3_param_persistence_threshold (stage3_param_persistence_threshold) to its number of elements"
 )
 OUTSIDE = f" outside of its own module, and backward would read freed memory: read it under torch.no_grad(), {READERS}"
 FIX = (

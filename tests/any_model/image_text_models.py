@@ -86,6 +86,19 @@ def _mllama() -> nn.Module:
     return transformers.MllamaForConditionalGeneration(config)
 
 
+def _beit(**settings: Any) -> nn.Module:
+    return transformers.BeitForImageClassification(
+        transformers.BeitConfig(**VISION, num_labels=3, drop_path_rate=0.0, **settings)
+    )
+
+
+def _labelled(number: int) -> Batch:
+    """One image of a class."""
+    generator = torch.Generator().manual_seed(number)
+    pixels = torch.randn(1, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.tensor([number % 3])}
+
+
 def _tokens(number: int, images: list[int]) -> Batch:
     """One sequence of text with runs of patches of images, which have no label."""
     generator = torch.Generator().manual_seed(number)
@@ -164,11 +177,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "mllama": (_mllama, _tiles),
 }
 
+CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "beit": (partial(_beit, use_relative_position_bias=True), _labelled),
+    "beit-shared": (partial(_beit, use_shared_relative_position_bias=True), _labelled),
+}
+"""Models without text; their attention receives a mask with an entry for each head."""
+
 
 def model_of(name: str, *, frozen: bool = False) -> nn.Module:
     """A model with the same weights in each call; ``frozen``: its tower is not trained."""
     torch.manual_seed(0)
-    model = MODELS[name][0]()
+    model = (MODELS | CLASSIFIERS)[name][0]()
     model.set_attn_implementation("eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -189,7 +208,7 @@ def tower_of(model: nn.Module) -> nn.Module:
 
 def batches_of(name: str) -> list[Batch]:
     """The micro-batches of all steps."""
-    return [MODELS[name][1](number) for number in range(STEPS * MICRO_BATCHES)]
+    return [(MODELS | CLASSIFIERS)[name][1](number) for number in range(STEPS * MICRO_BATCHES)]
 
 
 def train_with_torch(name: str, *, frozen: bool = False) -> Result:

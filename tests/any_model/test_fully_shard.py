@@ -360,11 +360,13 @@ def _refusals(_: None) -> dict[str, str]:
     compiled.compile()
     sharded: Any = _shard(shard, _made())
     on_meta: Any = shard(nn.Linear(2, 2, device="meta"))
+    tokens = torch.zeros(1, 2, dtype=torch.long)
     attempts: dict[str, Callable[[], Any]] = {
         "reshard_after_forward=2": lambda: shard(_made(), reshard_after_forward=2),
         "Shard(dim=1)": lambda: shard(_made(), shard_placement_fn=lambda parameter: Shard(1)),
         "Linear is compiled": lambda: shard(compiled),
         "FSDPLinear is compiled": lambda: torch.compile(shard(nn.Linear(2, 2)), backend="eager")(torch.zeros(1, 2)),
+        "FSDPModel is compiled": lambda: (sharded(tokens), torch.compile(sharded, backend="eager")(tokens)),
         "ModuleList has no forward": lambda: shard(_made().blocks),
         "sharded already": lambda: shard(sharded),
         "a DTensor already": lambda: shard(_split_by_torch()),
@@ -372,7 +374,7 @@ def _refusals(_: None) -> dict[str, str]:
         "set_custom_all_gather": lambda: sharded.set_custom_all_gather(None),
         "meta device": lambda: on_meta(torch.zeros(1, 2)),
         "deepcopy": lambda: copy.deepcopy(sharded),
-        "create_graph": lambda: sharded(torch.zeros(1, 2, dtype=torch.long)).sum().backward(create_graph=True),
+        "create_graph": lambda: sharded(tokens).sum().backward(create_graph=True),
     }
     messages = {}
     for name, attempt in attempts.items():
@@ -383,7 +385,7 @@ def _refusals(_: None) -> dict[str, str]:
         else:
             messages[name] = "no error"
     sharded.reset_iter_state()
-    sharded(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    sharded(tokens).sum().backward()
     return messages
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import megatron_core
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.verify.ranks import RankFailure, run_ranks
-from tests.any_model.image_text_models import MODELS, model_of, train_with_engine, train_with_torch
+from tests.any_model.image_text_models import CLASSIFIERS, MODELS, model_of, train_with_engine, train_with_torch
 from tests.any_model.models import COMMON, Result, difference
 from tests.defects.plant import planted
 
@@ -51,6 +51,12 @@ def test_equals_transformers(name: str, row: int, frozen: bool) -> None:
     expected = _reference(name, frozen)
     for result in run_ranks(ranks, partial(train_with_engine, name, settings, frozen=frozen)):
         assert difference(result, expected) < 1e-10
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_masks_with_an_entry_for_each_head(name: str) -> None:
+    for result in run_ranks(2, train_with_engine, name, TP2):
+        assert difference(result, _reference(name, False)) < 1e-10
 
 
 def test_layers_that_some_micro_batches_leave_out() -> None:

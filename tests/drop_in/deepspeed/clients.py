@@ -175,6 +175,40 @@ def train_with_trainer(
     return found
 
 
+def train_prompts(folder: str | None, model: str, output: str, config: dict[str, Any] | None) -> Any:
+    """The prompts of prefix tuning in the file that ``transformers.Trainer`` writes; None except on rank 0."""
+    use_package(folder)
+    import peft
+    import transformers
+
+    if config is not None:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    torch.manual_seed(0)
+    adapted: Any = peft.get_peft_model(
+        load_model(model), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    arguments = transformers.TrainingArguments(
+        output_dir=output,
+        max_steps=3,
+        per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=BATCH // (MICRO * int(os.environ["WORLD_SIZE"])),
+        learning_rate=1e-2,
+        save_steps=2,
+        report_to=[],
+        deepspeed=config,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = transformers.Trainer(adapted, arguments, train_dataset=make_samples())
+    trainer.train()
+    trainer.save_model(f"{output}/final")
+    if int(os.environ["RANK"]):
+        return None
+    from safetensors.torch import load_file
+
+    return load_file(f"{output}/final/adapter_model.safetensors")["prompt_embeddings"].numpy()
+
+
 def count_calls(module: Any) -> list[int]:
     """The number of forwards of ``module`` during backward, in a list that grows with them."""
     found = [0]

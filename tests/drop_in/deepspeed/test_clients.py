@@ -75,6 +75,13 @@ def test_trainer_equals_training_without_deepspeed(
         _check(resumed[0], alone)
 
 
+def test_prompts_that_the_trainer_saves_on_one_rank(model: str, tmp_path: Path) -> None:
+    """peft computes the prompts for the file, by an encoder whose weights are in shards."""
+    expected = run_ranks(1, clients.train_prompts, None, model, str(tmp_path), None)[0]
+    found = run_ranks(2, clients.train_prompts, str(FOLDER), model, str(tmp_path), clients.json_of(3))[0]
+    np.testing.assert_allclose(found, expected, atol=20 * FLOAT32)
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 3)])
 def test_trainer_with_split_sequences(ranks: int, stage: int, model: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed.client_state import decode, encode
@@ -186,9 +187,22 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode; below stage 3 use module_state_dict()")
         found = self.core.full_state_dict()
+        self._encode_prompts()
         if self.core.world.rank:
             return None
         return self._without_frozen(found) if exclude_frozen_parameters else found
+
+    @torch.no_grad()
+    def _encode_prompts(self) -> None:
+        """Encode peft's prompts on all ranks, until the next step: the Trainer lets rank 0 alone save them."""
+        model: Any = self.module
+        method = getattr(type(model), "get_prompt_embedding_to_save", None)
+        if method is not None and hasattr(model, "prompt_encoder"):
+            step = self.global_steps
+            prompts = {name: method(model, name) for name in model.prompt_encoder}
+            model.get_prompt_embedding_to_save = lambda adapter_name: (
+                prompts[adapter_name] if self.global_steps == step else method(model, adapter_name)
+            )
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
