@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.megatron_lm import MegatronReader, tensor_map
 from megatron_core.hub.megatron_lm.format import megatron_config
@@ -123,7 +124,13 @@ def test_pieces_in_another_order_are_refused(stored: Path, monkeypatch: pytest.M
     """The main weights in flat buffers are then not the weights."""
     folder = stored / SWAPPED
     settings = megatron_config(folder / f"iter_{BEFORE:07d}").flat()
-    monkeypatch.setitem(tensor_map.PIECES, "in_proj", (0, 3, 1, 2, 4))
+    usual = tensor_map.StoredMixer.pieces
+
+    def in_our_order(mixer: tensor_map.StoredMixer, model: ModelConfig) -> tensor_map.MixerPieces:
+        pieces = usual(mixer, model)
+        return pieces._replace(order={"in_proj": (0, 3, 1, 2, 4), "conv1d": pieces.order["conv1d"]})
+
+    monkeypatch.setattr(tensor_map.StoredMixer, "pieces", in_our_order)
     with pytest.raises(CheckpointError, match=r"has no state of --optimizer adam \(exp_avg, exp_avg_sq\)"):
         continued(str(folder), settings)
 

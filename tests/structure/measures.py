@@ -57,15 +57,15 @@ def naming(pattern: str, folder: str) -> Callable[[], float]:
 
 LAYERS, GPT, RUN = (loaded(name) for name in ("tensor_parallel.layers", "models.gpt.model", "training.pretrain"))
 MEASURES = [
-    Measure("lines of the core", lambda: imports.total_lines(imports.core_modules()), 28_210, 22_000),
+    Measure("lines of the core", lambda: imports.total_lines(imports.core_modules()), 28_190, 22_000),
     Measure("imports of optional modules by the core", imports.number_of_arrows, 0, 0),
     Measure("files of the core with such imports", lambda: len(imports.arrows_to_features()), 0, 0),
     Measure("modules loaded by parallel layers", LAYERS[0], 28, 35),
     Measure("lines loaded by parallel layers", LAYERS[1], 4_220, 5_000),
     Measure("modules loaded by the GPT model", GPT[0], 66, 80),
-    Measure("lines loaded by the GPT model", GPT[1], 9_580, 11_000),
+    Measure("lines loaded by the GPT model", GPT[1], 9_570, 11_000),
     Measure("modules loaded by a training run", RUN[0], 184, 190),
-    Measure("lines loaded by a training run", RUN[1], 27_810, 26_000),
+    Measure("lines loaded by a training run", RUN[1], 27_790, 26_000),
     Measure("files that name QK-clip", naming(r"(?i)qk.?clip", "features.qk_clip"), 3, 3),
     Measure("files that name SOAP", naming(r"(?i)\bsoap|Soap", "features.matrix_optimizers"), 1, 3),
     Measure("files that name 1-bit LAMB", naming(r"(?i)one_?bit_?lamb|onebit-lamb", "features.compression"), 1, 3),
@@ -95,12 +95,12 @@ MEASURES = [
     # core, for 6,200 lines less of the core, 430, and of nine further ones, for 3,200 lines less, 450. Tables in YAML
     # and text are not counted: architectures of Hugging Face in declarations.yaml have 1,620 lines, Megatron-LM's
     # flags 790, names of moved modules and functions 290, and 17 others 560.
-    Measure("lines without the drop-in", lambda: lines(drop_in=False), 118_460, 78_000),
+    Measure("lines without the drop-in", lambda: lines(drop_in=False), 118_660, 78_000),
     # Sections of DeepSpeed's JSON, its launcher and generation: 980. Moved from the core: Megatron's names of
     # collectives, of recomputation and of the broadcast of a batch, 340; its generator states and functions of linear
     # layers, 280. Programs of trl and OpenRLHF, 50; arguments
     # with the types and defaults of Megatron-LM, 14.
-    Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_850, 18_000),
+    Measure("lines of the drop-in", lambda: lines(drop_in=True), 25_960, 18_000),
     Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 0.2, 1),
     Measure("double assignments", lambda: style.double_assignments(engine_paths()), 250, 300),
     Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 0, 0),
