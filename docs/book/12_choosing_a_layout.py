@@ -36,7 +36,8 @@ GPUS = 64
 BATCH = 256
 config = RunConfig.from_flat(preset("llama3-70b") | {"bf16": True, "mock_data": True, "global_batch_size": BATCH})
 VOCABULARY = config.data.vocab_size
-search = Search(config, GPUS, read_hardware("h100"), VOCABULARY)
+UNTIL_THE_END = float("inf")  # the default stops after 30 s with the best layout so far
+search = Search(config, GPUS, read_hardware("h100"), VOCABULARY, seconds=UNTIL_THE_END)
 best = search.best(5)
 print(layout_table(best, GPUS))
 print(f"{search.points:,} points, {search.too_large:,} of the computed layouts do not fit")
@@ -80,7 +81,8 @@ for words in ("tp8 pp2 zero1 mbs1", "tp8 pp4 zero1 mbs1"):
 # %%
 sizes = [32, 64, 128]
 found = [
-    best[0] if gpus == GPUS else Search(config, gpus, read_hardware("h100"), VOCABULARY).best(1)[0] for gpus in sizes
+    best[0] if gpus == GPUS else Search(config, gpus, search.hardware, VOCABULARY, seconds=UNTIL_THE_END).best(1)[0]
+    for gpus in sizes
 ]
 print_table(
     ["GPUs", "tokens/s of a GPU", "layout"],

@@ -32,7 +32,7 @@ def _build(chapter: Path, output: Path) -> str:
     """The page that the builder writes."""
     command = [sys.executable, str(BOOK / "build.py"), str(chapter), "--output", str(output)]
     environment = os.environ | {"PYTHONPATH": f"{BOOK}{os.pathsep}{ROOT}"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert result.returncode == 0, result.stderr
     return (output / f"{chapter.stem}.md").read_text(encoding="utf-8")
 
