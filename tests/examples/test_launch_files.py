@@ -37,12 +37,15 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def _dry_run(words: list[str]) -> tuple[RankEstimate, int]:
-    """The last rank, and the number of ranks, of the job that ``torchrun`` would start with these arguments."""
+def _dry_run(words: list[str], world: int | None = None) -> tuple[RankEstimate, int]:
+    """The last rank, and the number of ranks, of the job that ``torchrun`` would start with these arguments.
+
+    ``world``: the number of ranks, if another launcher starts them.
+    """
     at = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
     launcher = " ".join(words[:at])
     nodes, ranks = (int(found[1]) if (found := re.search(rf"--{name}[ =](\d+)", launcher)) else 1 for name in _SIZES)
-    world = nodes * ranks
+    world = nodes * ranks if world is None else world
     config, dry = read_settings("pretrain_gpt.py", [*words[at + 1 :], "--dry-run", "--world-size", str(world)])
     assert dry.world_size == world
     return RankEstimate.of(config, world, world - 1), world
@@ -103,7 +106,7 @@ def test_slurm(tmp_path: Path) -> None:
     text = (EXAMPLES / "slurm.sh").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", text, re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"]
-    found, _ = _dry_run(command)
+    found, _ = _dry_run(command, 2 * int(options["ntasks-per-node"]))
     assert found.config.checkpoint.save == found.config.checkpoint.load == "checkpoints"
     (tmp_path / "commands").unlink()
     (command,) = _commands("slurm.sh", *words[:-2], folder=tmp_path, **environment)

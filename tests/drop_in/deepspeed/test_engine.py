@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def _engine(model: nn.Module | None = None, **changes: Any) -> deepspeed.DeepSpe
 
 
 def _step(engine: deepspeed.DeepSpeedEngine, number: int) -> float:
-    loss = engine(_batch(number)).square().mean()
+    loss = engine(_batch(number).to(next(engine.module.parameters()).dtype)).square().mean()
     engine.backward(loss)
     engine.step()
     return loss.item()
@@ -148,6 +149,54 @@ def test_optimizers_and_schedulers_of_the_program(kind: type[torch.optim.Optimiz
         halved.step()
     assert engine.get_lr() == pytest.approx([0.01 / 8])
     torch.testing.assert_close(_weights(engine), [p.detach() for p in alone.parameters()], rtol=1e-5, atol=1e-6)
+
+
+def test_a_scheduler_that_the_program_takes_back_is_not_called() -> None:
+    """As Lightning does, which calls it once an epoch."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine = _engine(model, optimizer=optimizer, lr_scheduler=scheduler)
+    assert engine.lr_scheduler is scheduler
+    engine.lr_scheduler = None
+    _step(engine, 0)
+    assert engine.get_lr() == [0.01] and engine.lr_scheduler is None
+    engine.lr_scheduler = scheduler
+    _step(engine, 1)
+    assert engine.get_lr() == [0.005]
+
+
+def _repeats_steps_from_its_state(changes: dict[str, Any], with_class: bool) -> list[list[torch.Tensor]]:
+    """Weights after four steps, and after the last two again from the state before them, in another engine."""
+    engines = []
+    for _ in range(2):
+        model = _model()
+        client = {"optimizer": torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)} if with_class else {}
+        engines.append(_engine(model, **client, **changes))
+    first, second = engines
+    for number in range(2):
+        _step(first, number)
+    weights, state = copy.deepcopy(first.module.state_dict()), first.optimizer.state_dict()
+    for number in (2, 3):
+        _step(first, number)
+    _step(second, 7)  # a state to replace
+    second.module.load_state_dict(weights)
+    second.optimizer.load_state_dict(state)
+    for number in (2, 3):
+        _step(second, number)
+    return [_weights(first), _weights(second)]
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("changes", ({}, {"bf16": {"enabled": True}}), ids=("float32", "bfloat16"))
+def test_the_state_of_an_optimizer_is_restored_in_the_same_layout(
+    ranks: int, stage: int, changes: dict[str, Any]
+) -> None:
+    changes = {"zero_optimization": {"stage": stage}, **changes}
+    for with_class in (False, True):
+        for first, second in run_ranks(ranks, _repeats_steps_from_its_state, changes, with_class):
+            assert _equal(first, second)
 
 
 def test_rates_that_the_program_sets_are_used() -> None:
@@ -432,7 +481,7 @@ def test_absent_parts_say_what_to_use(name: str) -> None:
         (lambda engine: engine.compile(schedule=[1]), "schedule of DeepCompile"),
         (lambda engine: engine.step(), r"step\(\) without backward"),
         (lambda engine: engine.backward(torch.ones(2)), "must be a tensor with one element"),
-        (lambda engine: engine.optimizer.state_dict(), "use engine.save_checkpoint"),
+        (lambda engine: engine.optimizer.load_state_dict({}), "engine.save_checkpoint can be loaded in every layout"),
     ),
 )
 def test_calls_that_cannot_work_are_one_sentence(call: Any, message: str) -> None:

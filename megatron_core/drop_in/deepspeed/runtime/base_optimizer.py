@@ -1,13 +1,15 @@
 """The optimizer that ``deepspeed.initialize`` returns."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.runtime.zero.offload_states import StatePlacement
 from megatron_core.any_model import Engine
+from megatron_core.any_model.torch_optimizer import TorchOptimizer
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.features.loss_scaling.scale import DynamicLossScale
 
@@ -104,13 +106,59 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine clears its gradients after each step."""
 
-    def state_dict(self) -> NoReturn:
-        """Refer to the checkpoint."""
-        raise CheckpointError("optimizer.state_dict(): state is in shards of all ranks; use engine.save_checkpoint")
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of this rank's shards of the state, and the settings of the groups, as in DeepSpeed.
 
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refer to the checkpoint."""
-        raise CheckpointError("optimizer.load_state_dict(): use engine.load_checkpoint")
+        Only the same layout can load them; checkpoints of ``engine.save_checkpoint`` are for every layout.
+        """
+        sharded = self._engine._sharded
+        shards = [tensor.clone() for tensor in self._shards()]
+        pieces = sharded.pieces if isinstance(sharded, TorchOptimizer) else ()
+        return {
+            "shards": shards,
+            "by_class": [copy.deepcopy(sharded.caller.state[piece.weights]) for piece in pieces],
+            "param_groups": [{name: group[name] for name in group if name != "params"} for group in self.param_groups],
+            "steps_taken": sharded.steps_taken,
+            "loss_scale": sharded.loss_scale.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned on this rank of an engine with the same layout and parameters.
+
+        Load the weights into ``engine.module`` before.
+        """
+        sharded = self._engine._sharded
+        shards = self._shards()
+        if "shards" not in state_dict or [s.shape for s in shards] != [s.shape for s in state_dict["shards"]]:
+            raise CheckpointError(
+                "optimizer.load_state_dict(): its shards are not those of this rank, layout and model; checkpoints of "
+                "engine.save_checkpoint can be loaded in every layout"
+            )
+        for shard, stored in zip(shards, state_dict["shards"], strict=True):
+            shard.copy_(stored)
+        for bucket, tensors in sharded.tensors():
+            if "main" in tensors and not torch.equal(tensors["main"].to(bucket.weights.dtype), bucket.weight_shard):
+                raise CheckpointError(
+                    "optimizer.load_state_dict(): the weights of the module are not those of this state; call "
+                    "engine.module.load_state_dict before"
+                )
+        self._engine.whole.accept_weights()
+        if isinstance(sharded, TorchOptimizer):
+            for piece, values in zip(sharded.pieces, copy.deepcopy(state_dict["by_class"]), strict=True):
+                sharded.caller.state[piece.weights] = values
+        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(settings)
+        sharded.set_steps_taken(state_dict["steps_taken"])
+        sharded.loss_scale.load_state_dict(state_dict["loss_scale"])
+
+    def _shards(self) -> list[Tensor]:
+        """This rank's shards: main weights of 16-bit weights, and moments."""
+        sharded = self._engine._sharded
+        sharded.before_update()
+        if sharded.compressor is not None:
+            raise CheckpointError("optimizer.state_dict() with compressed gradients: use engine.save_checkpoint")
+        shards = [shard for _, tensors in sharded.tensors() for shard in tensors.values()]
+        return shards + [box.memory for box in sharded.joint_state()]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"

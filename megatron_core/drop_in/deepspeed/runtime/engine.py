@@ -117,7 +117,6 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         kind = ZeROOptimizer if self.zero_optimization() else at_stage_0
         self.optimizer = kind(core, self.step, chosen.client) if chosen.trains else None
         self.lr_scheduler = choose_scheduler(self.optimizer, lr_scheduler, self._config.translation)
-        self._rates.scheduler = self.lr_scheduler
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         self._open_reports()
         self._check_curriculum(settings["pipeline_model_parallel_size"])
@@ -136,6 +135,12 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
 
     # Counters.
 
+    # Lightning sets it to None, because it calls the scheduler itself.
+    lr_scheduler = property(
+        lambda self: self._rates.scheduler,
+        lambda self, scheduler: setattr(self._rates, "scheduler", scheduler),
+        doc="The scheduler that each step calls; None leaves the learning rates to the program.",
+    )
     global_steps = _counter("iteration", "Steps so far, with skipped ones.")
     global_samples = _counter("consumed_samples", "Samples of all steps so far.")
     skipped_steps = _counter("skipped_iterations", "Steps without an update, because a gradient was not finite (fp16).")
