@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_core.drop_in.accelerate_ranks import adapt_accelerate
-from megatron_core.drop_in.precedence import FOLDER, install_finder, remove_finder
+from megatron_core.drop_in.precedence import FOLDER, install_finder, own_megatron, remove_finder
 
 PACKAGES = ("megatron.core", "deepspeed")
 
@@ -53,7 +53,10 @@ def is_inherited() -> bool:
 
 def report_other_copies() -> None:
     """Print one line for each of ``PACKAGES`` of which ``sys.path`` has another copy, on rank 0."""
-    for name in PACKAGES:
+    own = own_megatron(*sys.path)
+    if own is not None and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_core.drop_in: megatron is the program's own package in {own}", file=sys.stderr)
+    for name in PACKAGES if own is None else PACKAGES[1:]:
         inner = Path(*name.split("."))
         others = [Path(entry, inner) for entry in sys.path[1:] if Path(entry, inner).is_dir()]
         if others and os.environ.get("RANK", "0") == "0":

@@ -225,3 +225,5 @@ def _install_accelerator() -> None:
     names |= {"current_accelerator": current_accelerator, "device_index": cuda_streams.device}
     names |= {"get_memory_info": cuda.mem_get_info, "empty_host_cache": _constant(None)}
     replace(torch.accelerator, names)
+    # ``torch.random.fork_rng`` takes ``torch.cpu`` for the module of the device.
+    vars(torch.cpu).update({name: getattr(cuda, name) for name in ("get_rng_state", "set_rng_state")})

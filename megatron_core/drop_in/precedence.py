@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,20 @@ FOLDER = Path(__file__).resolve().parent
 """The folder for ``PYTHONPATH``: it holds the packages ``megatron`` and ``deepspeed``."""
 DISTRIBUTIONS = ("deepspeed", "megatron-core")
 """Names by which ``importlib.metadata`` finds the packages."""
+
+
+@cache
+def own_megatron(*path: str) -> Path | None:
+    """The folder of another project's package ``megatron`` in ``path``, of which the program needs modules of its own.
+
+    Such as GPT-NeoX and Megatron-DeepSpeed, which began as copies of Megatron-LM before ``megatron.training`` became a
+    package: of these programs only ``deepspeed`` is replaced.
+    """
+    for entry in path:
+        package = Path(entry, "megatron")
+        if (package / "__init__.py").is_file() and (package / "training.py").is_file():
+            return package
+    return None
 
 
 class DropInFinder:
@@ -27,6 +42,8 @@ class DropInFinder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """Return the module's place in ``FOLDER``; None for other modules."""
+        if name.partition(".")[0] == "megatron" and (own := own_megatron(*sys.path)) is not None:
+            return PathFinder.find_spec(name, [str(own.parent)]) if name == "megatron" else None
         named = find_named_module(name)
         if named is not None:
             return named

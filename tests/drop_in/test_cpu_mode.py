@@ -100,6 +100,7 @@ VALUES = {
     "torch.randn(2, pin_memory=True).shape": "torch.Size([2])",
     "torch.rand(1, generator=torch.Generator('cuda').manual_seed(3)) == seeded(3)": "tensor([True])",
     "isinstance(torch.default_generator, torch.Generator)": "True",
+    "forked(lambda: torch.cuda.manual_seed(5)) == torch.initial_seed()": "True",
     "torch.cuda.manual_seed(5), torch.equal(torch.rand(2, device='cuda'), seeded(5, 2))": "None True",
     "restored('cuda:0').tolist(), restored(None).tolist()": "[1.0] [1.0]",
     "product(torch.autocast('cuda', dtype=torch.bfloat16)).dtype": "torch.bfloat16",
@@ -154,6 +155,15 @@ import threading
 
 import torch
 import torch.distributed as dist
+
+
+
+def forked(change):
+    before = torch.initial_seed()
+    with torch.random.fork_rng():
+        change()
+    return before
+
 
 dist.init_process_group("cpu:gloo,cuda:nccl")
 x = torch.ones(1, device="cuda")

@@ -59,6 +59,25 @@ def test_a_clone_of_megatron_beside_the_program_comes_second(program: Path) -> N
     assert f"not {program.parent / 'megatron' / 'core'}" in found.stderr
 
 
+@pytest.mark.parametrize("in_a_child", (False, True))
+def test_a_package_megatron_of_the_program_stays_its_own(program: Path, in_a_child: bool) -> None:
+    """GPT-NeoX and Megatron-DeepSpeed have one, with other modules, and take only ``deepspeed`` from elsewhere."""
+    package = program.parent / "megatron"
+    package.mkdir()
+    (package / "__init__.py").write_text("def get_args(): return 'own'")
+    (package / "training.py").write_text("from megatron import get_args")
+    program.write_text(
+        "import deepspeed, megatron.training as t\nprint(t.get_args(), t.__file__, deepspeed.__file__)\n"
+    )
+    if in_a_child:
+        child = program.parent / "parent.py"
+        child.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, {str(program)!r}], check=True)\n")
+        program = child
+    found = python("-m", "megatron_core.drop_in", program)
+    assert found.stdout == f"own {package / 'training.py'} {FOLDER / 'deepspeed' / '__init__.py'}\n", found.stderr
+    assert f"megatron_core.drop_in: megatron is the program's own package in {package}" in found.stderr
+
+
 def test_the_first_import_of_a_program_is_enough(program: Path) -> None:
     program.write_text("import megatron_core.drop_in\n" + PROGRAM)
     found = python(program)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.runner import main
+from deepspeed.launcher.runner import fetch_hostfile, main, parse_inclusion_exclusion
 from megatron_core.errors import ConfigError
 
 PROGRAM = """
@@ -51,3 +51,15 @@ def test_other_devices_are_refused(flags: list[str]) -> None:
 def test_several_machines_need_no_ssh() -> None:
     with pytest.raises(ConfigError, match="start this command on each machine with --no_ssh"):
         main(["--num_nodes", "2", "train.py"])
+
+
+def test_the_ranks_of_this_machine_are_listed_without_a_hostfile(tmp_path: Path) -> None:
+    """As GPT-NeoX counts its GPUs."""
+    assert fetch_hostfile(str(tmp_path / "absent")) is None
+    assert parse_inclusion_exclusion({"localhost": 3}, None, "") == {"localhost": [0, 1, 2]}
+    with pytest.raises(ConfigError, match="set CUDA_VISIBLE_DEVICES instead"):
+        parse_inclusion_exclusion({"localhost": 3}, "localhost:0", None)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=2\n")
+    with pytest.raises(ConfigError, match="needs ssh"):
+        fetch_hostfile(str(hostfile))

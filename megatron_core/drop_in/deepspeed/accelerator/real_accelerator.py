@@ -49,6 +49,12 @@ class Accelerator:
             return torch.cuda.device_count()
         return read_integer("LOCAL_WORLD_SIZE", read_integer("LOCAL_SIZE", 1, least=1), least=1)
 
+    def get_op_builder(self, class_name: str) -> Any:
+        """Return a class of ``deepspeed.ops.op_builder``; None if it has no such name."""
+        from deepspeed.ops import op_builder
+
+        return getattr(op_builder, class_name, None)
+
     def is_available(self) -> bool:
         """Return True."""
         return True

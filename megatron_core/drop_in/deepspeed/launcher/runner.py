@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.distributed.run import main as torchrun
 
@@ -12,14 +12,33 @@ from megatron_core.errors import ConfigError
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 """Name of the file with environment variables of other machines, which accelerate writes."""
-HOSTFILE = "/job/hostfile"
+DLTS_HOSTFILE = "/job/hostfile"
+
+
+EXPORT_ENVS = ["PYTHON", "MEGATRON"]
+"""Beginnings of names of variables for other machines, to which programs add; here all ranks inherit all variables."""
+
+
+def fetch_hostfile(hostfile_path: str) -> None:
+    """Return None, which means this machine alone; ``ConfigError`` if the file exists."""
+    if os.path.isfile(hostfile_path):
+        raise ConfigError(f"deepspeed: hostfile={hostfile_path} needs ssh, which is not supported; start each machine")
+
+
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str | None, exclusion: str | None
+) -> dict[str, list[int]]:
+    """Return the numbers of the GPUs of each host; ``ConfigError`` if a part of them is chosen."""
+    if inclusion or exclusion:
+        raise ConfigError(f"deepspeed: include={inclusion} and exclude={exclusion}: set CUDA_VISIBLE_DEVICES instead")
+    return {host: list(range(slots)) for host, slots in resource_pool.items()}
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the flags before the program; other flags of DeepSpeed's launcher are unknown."""
     parser = argparse.ArgumentParser(prog="deepspeed", description=__doc__)
     parser.add_argument(
-        "-H", "--hostfile", default=HOSTFILE, help="refused if it exists: start each node with --no_ssh"
+        "-H", "--hostfile", default=DLTS_HOSTFILE, help="refused if it exists: start each node with --no_ssh"
     )
     parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks of this machine")
     parser.add_argument("-i", "--include", default="", help="GPUs of this machine, such as localhost:0,2")

@@ -14,6 +14,8 @@ from deepspeed.translation import read_json
 from megatron_core.errors import ConfigError
 from megatron_core.features.offload.transfer import empty_on_host, is_on_host
 
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+
 
 @dataclass
 class _Options:
@@ -132,7 +134,7 @@ class CudaRNGStatesTracker:
         device.set_rng_state(before)
 
     @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Return a context with the state ``name``."""
         if name not in self.states_:
             raise ValueError(f"rng state {name} is not added")
@@ -146,10 +148,17 @@ class CudaRNGStatesTracker:
             device.set_rng_state(before)
 
 
-@cache
+_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+
+
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """Return the tracker of this process."""
-    return CudaRNGStatesTracker()
+    return _CUDA_RNG_STATE_TRACKER
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Set the state of the random generator of the current device."""
+    get_accelerator().set_rng_state(new_state)
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -157,7 +166,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     get_accelerator().manual_seed(seed)
-    tracker.add("model-parallel-rng", seed + 2718)
+    tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718)
 
 
 model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed

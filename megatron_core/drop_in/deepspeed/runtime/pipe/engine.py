@@ -47,6 +47,9 @@ class PipelineEngine(DeepSpeedEngine):
         """Apply ``fn`` to each micro-batch; it returns (inputs, labels)."""
         self.batch_fn = fn
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: messages between stages carry tensors of any dtype, masks too."""
+
     def reads_data(self) -> bool:
         """Whether this stage reads micro-batches."""
         return self.is_first_stage() or self.is_last_stage()

@@ -98,6 +98,7 @@ class PipelineModule(megatron_core.PipelineModule):
         )
         self.checkpointable_layers, self.seed_layers, self.base_seed = checkpointable_layers, seed_layers, base_seed
         self.dynamic_shape, self.activation_checkpoint_interval = dynamic_shape, activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
         self._topo, self._grid = topology, PipelineParallelGrid(topology)
         self.num_stages, self.stage_id = topology.get_dim("pipe"), self._grid.get_stage_id()
         self.global_rank, self.world_size = self._grid.get_global_rank(), ranks
