@@ -2,7 +2,10 @@
 
 import base64
 import math
+import sys
+from argparse import Namespace
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,8 @@ KIND = "__kind__"
 
 
 def encode(value: Any, name: str = "client_state") -> Any:
-    """Return ``value`` as JSON: numbers, texts, None, lists, tuples, dicts, tensors, arrays and bytes.
+    """Return ``value`` as JSON: numbers, texts, None, lists, tuples, dicts, tensors, arrays, bytes, dtypes of torch,
+    members of an Enum, and the namespace of a parser of arguments.
 
     Errors: ``CheckpointError`` for other types, with the name of the entry.
     """
@@ -50,6 +54,12 @@ def encode(value: Any, name: str = "client_state") -> Any:
         }
     if type(value) is bytes:
         return {KIND: "bytes", "data": _text(value)}
+    if type(value) is Namespace:
+        return {KIND: "namespace", "items": encode(vars(value), name)}
+    if isinstance(value, Enum):
+        return {KIND: "enum", "module": type(value).__module__, "class": type(value).__qualname__, "member": value.name}
+    if isinstance(value, torch.dtype):
+        return {KIND: "dtype", "text": str(value).removeprefix("torch.")}
     raise CheckpointError(
         f"{name} is a {type(value).__name__}, which a checkpoint without pickle cannot store; give numbers, strings, "
         "lists, tuples, dicts, tensors or arrays"
@@ -80,6 +90,12 @@ def _decode(kind: str, value: dict[str, Any]) -> Any:
         return {decode(key): decode(each) for key, each in value["items"]}
     if kind == "float":
         return float(value["text"])
+    if kind == "namespace":
+        return Namespace(**decode(value["items"]))
+    if kind == "enum":
+        return _member(value["module"], value["class"], value["member"])
+    if kind == "dtype":
+        return torch.empty(0, dtype=getattr(torch, value["text"])).dtype  # TypeError for other names of torch
     raw = base64.b64decode(value["data"])
     if kind == "bytes":
         return raw
@@ -92,6 +108,14 @@ def _decode(kind: str, value: dict[str, Any]) -> Any:
         )
     array = np.frombuffer(bytearray(raw), np.dtype(value["dtype"])).reshape(value["shape"])
     return array[()] if kind == "scalar" else array
+
+
+def _member(module: str, name: str, member: str) -> Enum:
+    """The member of a class that the program has imported: a file must not choose modules to import."""
+    found = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        raise ValueError(f"{module}.{name} is not an Enum that the program has imported")
+    return found[member]
 
 
 def _text(raw: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.client_state import decode
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
@@ -349,6 +351,32 @@ def test_bad_checkpoints_are_refused(tmp_path: Path, arguments: dict[str, Any], 
 def test_a_client_state_without_a_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"client_state\['model'\] is a Linear"):
         _engine().save_checkpoint(tmp_path, client_state={"model": nn.Linear(1, 1)})
+
+
+def test_arguments_of_a_program_are_stored_without_pickle(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed stores its parsed flags."""
+    arguments = Namespace(
+        kind=OffloadDeviceEnum.cpu, dtype=torch.bfloat16, lr=0.5, sizes=(1, 2), inner=Namespace(a=None)
+    )
+    engine = _engine()
+    engine.save_checkpoint(tmp_path, client_state={"args": arguments})
+    _, state = engine.load_checkpoint(tmp_path)
+    assert state is not None and state["args"] == arguments
+    assert type(state["args"].kind) is OffloadDeviceEnum and state["args"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "entry",
+    (
+        {"__kind__": "enum", "module": "not_imported", "class": "Kind", "member": "A"},
+        {"__kind__": "enum", "module": "os", "class": "system", "member": "A"},
+        {"__kind__": "dtype", "text": "load"},
+        {"__kind__": "namespace", "items": [1]},
+    ),
+)
+def test_a_file_does_not_choose_functions(entry: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"damaged entry of kind '{entry['__kind__']}'"):
+        decode(entry)
 
 
 def test_weights_are_written_for_torch_and_safetensors(tmp_path: Path) -> None:

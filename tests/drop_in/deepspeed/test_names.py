@@ -201,3 +201,16 @@ def test_names_and_momenta_of_optimizers(kind: str, params: dict[str, Any], mome
     engine = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
     assert engine.get_mom() == [momenta]
     assert engine.optimizer_name() == (kind if kind == "SGD" else kind.lower())
+
+
+def test_the_accelerator_has_tensors_generators_and_builders() -> None:
+    accelerator = deepspeed.get_accelerator()
+    assert torch.equal(accelerator.LongTensor([3]), torch.tensor([3]))
+    assert accelerator.default_generator(0) is torch.default_generator
+    assert accelerator.initial_seed() == torch.initial_seed()
+    assert accelerator.lazy_call(lambda: 7) == 7
+    assert accelerator.get_op_builder("CPUAdamBuilder") is CPUAdamBuilder
+    assert accelerator.get_op_builder("FlashAttentionBuilder") is None
+    assert not import_module("deepspeed.ops.op_builder.builder").OpBuilder.is_rocm_pytorch()
+    assert import_module("deepspeed.utils.timer").BACKWARD_INNER_MICRO_TIMER == "bwd_inner_microstep"
+    assert import_module("deepspeed.checkpoint").PADDED_VOCAB_SIZE == "padded_vocab_size"

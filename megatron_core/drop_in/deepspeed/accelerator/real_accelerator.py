@@ -1,6 +1,7 @@
 """``get_accelerator``: one interface to ``torch.cuda`` and ``torch.cpu``."""
 
 import os
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,8 @@ class Accelerator:
         self._communication_backend_name = "nccl" if name == "cuda" else "gloo"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        is_of_torch = self._name == "cpu" and (name.endswith("Tensor") or name == "initial_seed")
+        return getattr(torch if is_of_torch else self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return ``cpu``, ``cuda``, or ``cuda:N``."""
@@ -106,6 +108,14 @@ class Accelerator:
     def random(self) -> ModuleType:
         """Return ``torch.random``."""
         return torch.random
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """Return the random generator of a device."""
+        return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
+
+    def lazy_call(self, callback: Callable[[], object]) -> object:
+        """Call ``callback`` when the device is initialized."""
+        return torch.cuda._lazy_call(callback) if self._name == "cuda" else callback()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """Return the state of the device's generator."""

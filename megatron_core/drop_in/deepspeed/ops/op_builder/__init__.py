@@ -20,6 +20,11 @@ class OpBuilder:
         version = torch.version.hip
         return [0, 0] if version is None else [int(part) for part in version.split(".")[:2]]
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch was built for ROCm."""
+        return torch.version.hip is not None
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the optimizer or the feature works on this machine."""
         return self.available
