@@ -292,6 +292,7 @@ class GPTModel(nn.Module):
             positions=positions,
             residual_positions=self.split.residual(positions),
             token_mask=None if loss_mask is None else self.split.residual(loss_mask.transpose(0, 1)),
+            sharing_ranks=sequences.sharing_ranks,
             **vars(state or ForwardState()),
         )
 
