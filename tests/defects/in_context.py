@@ -178,6 +178,61 @@ IN_CONTEXT = (
             "gradient of the output of decoder.layers.1.input_layernorm"
         ),
     ),
+    # A number of ranks for each document.
+    Defect(
+        "parts of a document are in the reverse order of its ranks",
+        "features.dynamic_context_parallelism.part:DividedDocuments._part",
+        argument("replace", "cp_rank", "placement.size - 1 - (OLD)"),
+        "documents over cp2 dp2, gathered keys",
+        "C24",
+        culprit="output of ",
+    ),
+    Defect(
+        "dropout of a document begins at position 0",
+        "features.dynamic_context_parallelism.part:DividedDocuments._part",
+        argument("replace", "positions", "micro_batch.positions"),
+        "documents over dp2",
+        "C26",
+        culprit="output of embedding",
+    ),
+    Defect(
+        "dropout of keys on other ranks begins at position 0",
+        "features.context_parallelism.core_attention:ContextParallelAttention._products",
+        assigned("start", "0"),
+        "documents over dp2",
+        "C26",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
+        "padding of a document counts in the loss",
+        "features.dynamic_context_parallelism.part:SampleDocument.sequence",
+        call("pad", "pad(FIRST, SECOND, value=float(name == 'loss_mask'))"),
+        "documents over dp2",
+        "C3",
+    ),
+    Defect(
+        "positions of a document begin at 0 where they do not restart",
+        "features.dynamic_context_parallelism.part:SampleDocument.sequence",
+        call("clamp_", "SELF - self.start"),
+        "documents over dp2, tp2 sp, positions of samples",
+        "C24",
+        culprit="output of embedding",
+    ),
+    Defect(
+        "documents whose last token does not count are left out",
+        "features.dynamic_context_parallelism.part:SampleDocument.counts",
+        call("any", "SELF[-1]"),
+        "documents over dp2",
+        "C3",
+    ),
+    Defect(
+        "a rank attends to its own part of a document alone",
+        "features.dynamic_context_parallelism.attention:DynamicAttention.forward",
+        assigned("attention", "self.by_ranks['1']"),
+        "documents over cp2 dp2, gathered keys",
+        "C23",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
     # Exchange of heads.
     Defect(
         "tokens are put together in the order of ranks",
@@ -218,7 +273,7 @@ IN_CONTEXT = (
     Defect(
         "weights are dropped as if all keys were the rank's own",
         "features.context_parallelism.core_attention:ContextParallelAttention._products",
-        argument("_positions", 0, "self.exchange.group.rank()"),
+        argument("_positions", 0, "self.exchange.group.rank()", number=2),
         "cp2 p2p",
         "C26",
         culprit="output of decoder.layers.0.self_attention",

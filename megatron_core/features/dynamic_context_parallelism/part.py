@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_core.datasets.loader import DOCUMENT_LENGTHS, Batch
-from megatron_core.features.dynamic_context_parallelism.plan import Placement, assign
+from megatron_core.features.dynamic_context_parallelism.plan import DocumentRanks, assign
 from megatron_core.features.dynamic_context_parallelism.settings import DynamicContextConfig
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.training.parts import RunPart
@@ -21,7 +21,7 @@ has 24 h^2 operations per token for matrices and 2 h per visible key, of which t
 
 
 @dataclass(frozen=True)
-class Document:
+class SampleDocument:
     """The tokens ``start`` to ``stop`` of a sample."""
 
     batch: Mapping[str, Tensor]
@@ -49,7 +49,7 @@ class Document:
         return self.batch[name][self.row, self.start : self.stop]
 
 
-def documents_of(batches: Sequence[Batch]) -> Iterator[Document]:
+def documents_of(batches: Sequence[Batch]) -> Iterator[SampleDocument]:
     """The documents of a global batch, in order; without their lengths each sample is one."""
     for batch in batches:
         samples, length = batch["tokens"].shape
@@ -57,7 +57,7 @@ def documents_of(batches: Sequence[Batch]) -> Iterator[Document]:
         for row, lengths in enumerate(rows):
             start = 0
             for size in filter(None, lengths):
-                yield Document(batch, row, start, start + size)
+                yield SampleDocument(batch, row, start, start + size)
                 start += size
 
 
@@ -91,7 +91,7 @@ class DividedDocuments(RunPart):
             if placement.first <= rank < placement.first + placement.size
         ]
 
-    def _part(self, document: Document, placement: Placement) -> MicroBatch:
+    def _part(self, document: SampleDocument, placement: DocumentRanks) -> MicroBatch:
         size = placement.size
         split = replace(self.run.split, cp_rank=self.group.rank() - placement.first, cp_size=size)
         # Both chunks of a rank have equal lengths, and with sequence parallelism all tensor-parallel ranks.

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import groupby
 
-
 LEAST_GAIN = 0.98
 """Work of the busiest rank, relative to before, that justifies messages between more ranks."""
 
 
 @dataclass(frozen=True)
-class Placement:
+class DocumentRanks:
     """The ranks ``first`` to ``first + size - 1``, which share a document; ``first`` is a multiple of ``size``."""
 
     document: int
@@ -26,7 +25,7 @@ def ranks_needed(length: int, tokens_per_rank: int, smallest: int = 1) -> int:
 
 def assign(
     lengths: Sequence[int], ranks: int, tokens_per_rank: int, *, smallest: int = 1, linear: float = 0.0
-) -> list[Placement]:
+) -> list[DocumentRanks]:
     """Assign documents to ``ranks`` ranks, a power of 2; the result is equal on all ranks, and in order of execution.
 
     The work of a rank on a document of s tokens over n ranks is s (s + ``linear``) / n: attention, and all other layers
@@ -55,7 +54,7 @@ def assign(
 
 def _balanced(
     lengths: Sequence[int], sizes: Sequence[int], ranks: int, linear: float
-) -> tuple[list[Placement], list[float]]:
+) -> tuple[list[DocumentRanks], list[float]]:
     """The placements of documents on given numbers of ranks, and the work of each rank."""
     loads = [0.0] * ranks
     placements = []
@@ -67,7 +66,7 @@ def _balanced(
         for number in documents:
             load, first = blocks[0]
             heapreplace(blocks, (load + lengths[number] * (lengths[number] + linear) / size, first))
-            placements.append(Placement(number, first, size))
+            placements.append(DocumentRanks(number, first, size))
         for load, first in blocks:
             loads[first : first + size] = [load] * size
     return placements, loads

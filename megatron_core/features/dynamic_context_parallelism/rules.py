@@ -16,8 +16,6 @@ EXCLUDED = {
     "fp8_format": "scales would depend on the assignment of documents; remove --fp8-format",
     "layout_invariant": "sums depend on the assignment of documents; remove --layout-invariant",
     "compile": "documents have many lengths; remove --compile",
-    "qk_clip": "its logits are those of whole samples; remove --qk-clip",
-    "log_max_attention_logit": "padding would count; remove --log-max-attention-logit",
     "dpo": "the loss needs whole answers; remove --dpo",
     "kd_teacher": "the teacher reads whole samples; remove --kd-teacher",
     "choices_data_path": "questions are whole samples; remove --choices-data-path",
@@ -28,15 +26,15 @@ EXCLUDED = {
 
 
 def division_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Ranks that are no power of 2, samples that are too long, and features that need equal micro-batches."""
+    """Numbers of ranks that are not powers of 2, samples that are too long, and settings that exclude it."""
     parallel = config.parallel.section(DynamicContextConfig)
     if (tokens := parallel.max_seqlen_per_dp_cp_rank) is None:
         return  # the declaration of the setting reports it
     ranks = world_size // max(parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size, 1)
     if ranks & (ranks - 1):
         yield (
-            f"dynamic_context_parallel=True divides documents over 1, 2, 4, ... ranks, and dp x cp = {ranks} is no "
-            "power of 2; start another number of ranks"
+            f"dynamic_context_parallel=True divides documents over 1, 2, 4, ... ranks, and dp x cp = {ranks} is "
+            "not a power of 2; start another number of ranks"
         )
     if tokens * ranks < config.data.seq_length:
         yield (
