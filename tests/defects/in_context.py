@@ -190,7 +190,7 @@ IN_CONTEXT = (
     Defect(
         "dropout of a document begins at position 0",
         "features.dynamic_context_parallelism.part:DividedDocuments._part",
-        argument("replace", "positions", "local - positions[0]"),
+        argument("replace", "positions", "(OLD) - documents[0].start"),
         "documents over dp2",
         "C26",
         culprit="output of embedding",
@@ -205,15 +205,15 @@ IN_CONTEXT = (
     ),
     Defect(
         "padding of a document counts in the loss",
-        "features.dynamic_context_parallelism.part:join",
+        "features.dynamic_context_parallelism.part:join_documents",
         call("pad", "pad(FIRST, SECOND, value=float(name == 'loss_mask'))"),
         "documents over dp2",
         "C3",
     ),
     Defect(
         "positions of a document begin at 0 where they do not restart",
-        "features.dynamic_context_parallelism.part:join",
-        call("clamp", "(OLD - positions[0])"),
+        "features.dynamic_context_parallelism.part:join_documents",
+        call("clamp", "(OLD - positions.min())"),
         "documents over dp2, tp2 sp, positions of samples",
         "C24",
         culprit="output of embedding",
@@ -227,7 +227,7 @@ IN_CONTEXT = (
     ),
     Defect(
         "documents of a rank see one another",
-        "features.dynamic_context_parallelism.part:join",
+        "features.dynamic_context_parallelism.part:join_documents",
         condition("len(documents) > 99", number=1),
         "documents over dp4, fused, zero1, overlap",
         "C45",

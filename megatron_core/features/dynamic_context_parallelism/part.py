@@ -51,17 +51,19 @@ class SampleDocument:
         return self.batch[name][self.row, None]
 
 
-def join(documents: Sequence[SampleDocument], multiple: int) -> tuple[Batch, Tensor]:
+def join_documents(documents: Sequence[SampleDocument], multiple: int) -> tuple[Batch, Tensor]:
     """The documents as a batch of one sequence, padded to a multiple of tokens that do not count, and the positions of
     its tokens in their samples; dropout depends on these."""
     lengths = [document.length for document in documents]
     padding = -sum(lengths) % multiple
     first = documents[0]
     names = [name for name in ("tokens", "labels", "loss_mask", "position_ids") if name in first.batch]
-    batch = {name: pad(torch.cat([one.entry(name) for one in documents]), (0, padding))[None] for name in names}
+    batch = {
+        name: pad(torch.cat([document.entry(name) for document in documents]), (0, padding))[None] for name in names
+    }
     # The positions of the padding continue: attention over several ranks derives the positions of all from the first.
     stops = [*(document.stop for document in documents[:-1]), documents[-1].stop + padding]
-    positions = torch.cat([torch.arange(one.start, stop) for one, stop in zip(documents, stops, strict=True)])
+    positions = torch.cat([torch.arange(document.start, stop) for document, stop in zip(documents, stops, strict=True)])
     # A table of positions has no row for padding after the end of the sample.
     batch.setdefault("position_ids", positions[None].clamp(max=first.batch["tokens"].shape[1] - 1))
     batch |= {name: first.of_sample(name) for name in ("sample_index", "source") if name in first.batch}
@@ -109,10 +111,10 @@ class DividedDocuments(RunPart):
             linear=self.linear,
         )
         rank = self.group.rank()
-        placements = [place for place in placements if place.first <= rank < place.first + place.size]
-        shared = [([documents[place.document]], place.first, place.size) for place in placements if place.size > 1]
-        alone = [documents[place.document] for place in placements if place.size == 1]
-        return [self._part(*part) for part in (*shared, *((pack, rank, 1) for pack in self._packs(alone)))]
+        local = [ranks for ranks in placements if ranks.first <= rank < ranks.first + ranks.size]
+        shared = [([documents[ranks.document]], ranks.first, ranks.size) for ranks in local if ranks.size > 1]
+        packs = self._packs([documents[ranks.document] for ranks in local if ranks.size == 1])
+        return [self._part(*arguments) for arguments in (*shared, *((pack, rank, 1) for pack in packs))]
 
     def _packs(self, documents: Sequence[SampleDocument]) -> list[list[SampleDocument]]:
         """Documents of this rank alone that are computed together; with dropout those of one sample."""
@@ -122,7 +124,7 @@ class DividedDocuments(RunPart):
             names = [*(["sample_index"] if self.drops else []), *(["source"] if "source" in document.batch else [])]
             key = tuple(int(document.of_sample(name)) for name in names)
             pack = last_by_key.get(key, [])
-            if not pack or sum(one.length for one in pack) + document.length > self.tokens:
+            if not pack or sum(packed.length for packed in pack) + document.length > self.tokens:
                 last_by_key[key] = pack = []
                 packs.append(pack)
             pack.append(document)
@@ -133,7 +135,7 @@ class DividedDocuments(RunPart):
         split = replace(self.run.split, cp_rank=self.group.rank() - first, cp_size=size)
         # Both chunks of a rank have equal lengths, and with sequence parallelism all tensor-parallel ranks.
         multiple = lcm(2 * size if size > 1 else 1, size * split.tp_size if split.sequence_parallel else 1)
-        batch, positions = join(documents, multiple)
+        batch, positions = join_documents(documents, multiple)
         micro_batch = MicroBatch.of(batch, split, self.run.world.device)
-        local = to_device(split.local(positions[None])[0], self.run.world.device)
-        return replace(micro_batch, positions=local, sharing_ranks=size)
+        positions = split.local(positions[None])[0]
+        return replace(micro_batch, positions=to_device(positions, self.run.world.device), sharing_ranks=size)
