@@ -14,6 +14,7 @@ from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.data_phases import DATA_PHASES
 from megatron_core.features.device_draws import DEVICE_DRAWS
 from megatron_core.features.distillation import DISTILLATION
+from megatron_core.features.dynamic_context_parallelism import DYNAMIC_CONTEXT_PARALLELISM
 from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.experts import EXPERTS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
@@ -64,6 +65,7 @@ FEATURES = (
     DATA_PHASES,
     DEVICE_DRAWS,
     DISTILLATION,
+    DYNAMIC_CONTEXT_PARALLELISM,
     EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
     FLEX_ATTENTION,

@@ -170,6 +170,12 @@ class ParallelGroups:
         assert group is not None, "every rank belongs to one group of neighbours"
         return group
 
+    def make_neighbour_groups(self, axes: str, sizes: Iterable[int]) -> dict[int, Group]:
+        """Create this rank's groups of neighbours over ``axes``, by size; all ranks of the job call it together."""
+        self._made.clear()
+        groups = {size: self._own_group(axes, partial(_neighbours, size=size)) for size in sizes}
+        return {size: group for size, group in groups.items() if group is not None}
+
     def _sharded(self, axes: str) -> tuple[Group, Group]:
         try:
             return self._sharding["-".join(sorted(axes.split("-"), reverse=True))]

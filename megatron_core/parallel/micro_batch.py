@@ -143,6 +143,8 @@ class SequenceDetails:
     """``[b, n]``, 1 where a token counts in the loss and in auxiliary losses, else 0; None: all tokens count."""
     later: LaterTokens | None = None
     """Targets of multi-token prediction; None without it."""
+    sharing_ranks: int | None = None
+    """Number of neighbouring dp-cp ranks over which the sequences are split; None: the ranks of context parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)

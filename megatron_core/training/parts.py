@@ -8,8 +8,10 @@ from typing import Any, Protocol
 from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
+from megatron_core.datasets.loader import Batch
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
+from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.training.driver import StepOutcome
 
@@ -32,6 +34,13 @@ class RunPart:
     def notes(self) -> Iterator[str]:
         """Yield sentences that the first rank prints before training starts."""
         yield from ()
+
+    divides_batches = False
+    """Whether loaders read the batches of all data-parallel ranks, which ``micro_batches`` divides over the ranks."""
+
+    def micro_batches(self, batches: Sequence[Batch]) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step; their number may differ between ranks."""
+        raise NotImplementedError("only a part with divides_batches divides them")
 
     def is_alone(self) -> bool:
         """Whether this rank's outer group takes the next step without reports from the other groups."""

@@ -163,8 +163,14 @@ class Run(Trainable):
 
     def micro_batches(self, batches: list[Batch]) -> list[MicroBatch]:
         """This rank's part of its loader's batches, on its device."""
+        if (divider := self._divider) is not None:
+            return divider.micro_batches(batches)
         depth = self.config.model.added_layers
         return [MicroBatch.of(batch, self.split, self.world.device, later=depth) for batch in batches]
+
+    @property
+    def _divider(self) -> RunPart | None:
+        return next((run_part for run_part in self.parts if run_part.divides_batches), None)
 
     @property
     def layout(self) -> str:
@@ -175,12 +181,15 @@ class Run(Trainable):
         return f"{layout} plan {plan_name}" if plan_name else layout
 
     def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
-        """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one."""
+        """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one, or
+        of all data-parallel ranks together for a part that divides them."""
+        ranks = self.groups.size("dp")
+        joined = 1 if self._divider is None else ranks
         return BatchLoader(
             dataset,
-            self.config.training.micro_batch_size,
-            (self.groups.index("dp") + shift) % self.groups.size("dp"),
-            self.groups.size("dp"),
+            self.config.training.micro_batch_size * joined,
+            (self.groups.index("dp") + shift) % ranks if joined == 1 else 0,
+            ranks // joined,
             self.vocab_size,
             packing_of(self.config.data, self.tokenizer),
             num_workers=self.config.data.num_workers,

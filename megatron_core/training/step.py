@@ -113,7 +113,7 @@ def train_on_batches(run: Run, data: StepInput, *, stop: bool = False, hooks: St
         is_spoiled = run.attempts.is_spoiled(number, shift)
         forward = forward_step(run, mine, auxiliary, statistics, spoiled=is_spoiled)
         work = StepWork(
-            run.plans.training(size.num_microbatches),
+            run.plans.training(len(mine)),
             forward,
             run.objective.count_terms(mine),
             message_lengths(mine),
@@ -195,7 +195,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
     for iteration in range(iterations):
         batches = run.micro_batches(loader.step(iteration * size.batch_size, size.num_microbatches))
-        plan = run.plans.evaluation(size.num_microbatches)
+        plan = run.plans.evaluation(len(batches))
         losses = run_plan(run, plan, forward_step(run, batches), lengths=message_lengths(batches))
         totals[0] += sum_of(run, losses)
         # Terms are counted where losses are, on the last stage: other ranks would add the same tokens.

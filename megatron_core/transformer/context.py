@@ -252,6 +252,8 @@ class SequenceContext(ForwardState):
 
     1: the token counts in auxiliary losses and statistics; 0: padding.
     """
+    sharing_ranks: int | None = None
+    """As ``SequenceDetails.sharing_ranks``."""
     repeat: int = 0
     """Number of earlier applications of the current layer to these sequences (``mtp_use_repeated_layer``)."""
 

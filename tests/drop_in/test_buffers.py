@@ -520,3 +520,29 @@ def test_optimizers_of_several_models_clip_together() -> None:
     for ours, weight in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, weight)
     assert issubclass(DistributedOptimizer, MixedPrecisionOptimizer) and issubclass(ChainedOptimizer, MegatronOptimizer)
+
+
+def step_with_replaced_gradients(strategy: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights after two steps with tensors that the program has assigned, and those of SGD's equation."""
+    parallel_state.initialize_model_parallel()
+    ddp = DistributedDataParallel(
+        None, DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy), model()
+    )
+    expected = [parameter.detach().clone() for parameter in ddp.module.parameters()]
+    settings = OptimizerConfig("sgd", lr=0.5, sgd_momentum=0.0, clip_grad=0.0, weight_decay=0.0)
+    optimizer = get_megatron_optimizer(settings, [ddp])
+    for number in (1, 2):
+        for weight, parameter in zip(expected, ddp.module.parameters(), strict=True):
+            parameter.main_grad = torch.full_like(parameter, float(number))  # type: ignore[attr-defined]
+            weight -= 0.5 * number
+        _, norm, _ = optimizer.step()
+        assert norm == pytest.approx(number * sum(weight.numel() for weight in expected) ** 0.5)
+        assert not any(buffer.grad_data.any() for buffer in ddp.buffers)
+    return [(new.detach(), old) for new, old in zip(ddp.module.parameters(), expected, strict=True)]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_gradients_that_a_program_assigns_update_the_weights(strategy: str) -> None:
+    for pairs in run_ranks(2, step_with_replaced_gradients, strategy):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected)

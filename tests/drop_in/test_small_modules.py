@@ -345,9 +345,10 @@ def test_messages_of_one_rank_are_not_prepared_if_their_level_is_off() -> None:
         ({"glu_linear_offset": 1.0}, "glu_linear_offset must be zero"),
         ({"use_te_activation_func": True}, "use_te_activation_func must be False"),
         ({"num_moe_experts": None}, "only supported with MoE"),
+        ({"mtp_num_layers": 1, "mtp_hsm": True}, "mtp_hsm=True requires mtp_num_layers >= 2"),
     ],
 )
-def test_bounds_of_swiglu_are_checked_as_in_megatron(settings: dict[str, Any], match: str) -> None:
+def test_configurations_are_checked_as_in_megatron(settings: dict[str, Any], match: str) -> None:
     given = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
     given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     given["activation_func_clamp_value"] = 10.0

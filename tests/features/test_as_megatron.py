@@ -139,3 +139,11 @@ def test_the_dry_run_explains_them() -> None:
     text = describe_rank(parsed(f"{CONSTANT} --vocab-size 100"), 1)
     assert "(--openai-gelu chooses it)" in text
     assert "rows that fill it up to a multiple of 128; --vocab-size 128 includes them" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "differs"),
+    [("--qk-clip", True), ("--qk-clip --disable-bias-linear", False), ("--log-max-attention-logit", False)],
+)
+def test_clipped_biases_are_a_difference(flags: str, differs: bool) -> None:
+    assert ("--qk-clip" in {difference.name for difference in training_differences(parsed(flags))}) is differs

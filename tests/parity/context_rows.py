@@ -39,6 +39,8 @@ LONGER = {"seq_length": 48}
 MICRO2 = {"micro_batch_size": 2}
 GROWING = {"seq_length_warmup": (8, 4, 6), "global_batch_size": 4}
 ROPE = {"position_embedding_type": "rope"}
+DYNAMIC = {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4}
+DYNAMIC8 = DYNAMIC | {"max_seqlen_per_dp_cp_rank": 8}
 
 # name: (world size, settings of both sides, additional settings of the layout), as in ``rows.ROWS``
 CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -102,6 +104,24 @@ CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
         CP2 | SP | {"tensor_model_parallel_size": 3},
     ),
     "cp2, experts, multi-token prediction from token 0": (2, MIXTRAL | LATER | {"mtp_zero_last_input": True}, CP2),
+    # a number of ranks for each document
+    "documents over dp2": (2, PACKED, DYNAMIC8),
+    "documents over cp2 dp2, gathered keys": (4, PACKED, DYNAMIC | CP2 | GATHER),
+    "documents over dp4, fused, zero1, overlap": (4, PACKED | MODERN | SDPA, DYNAMIC | ZERO | OVERLAP | SMALL_BUCKETS),
+    "documents over dp2, tp2 sp, 2 groups": (4, PACKED | MODERN | GQA2, DYNAMIC8 | TP2 | SP),
+    "documents over dp2, tp2 sp, positions of samples": (
+        4,
+        PACKED | {"reset_position_ids": False},
+        DYNAMIC8 | TP2 | SP | MICRO2,
+    ),
+    "documents over cp2 dp2, latent attention": (4, PACKED | LATENT, DYNAMIC8 | CP2),
+    "documents over dp4, at least 2 ranks, selective recompute": (
+        4,
+        PACKED,
+        DYNAMIC8 | SELECTIVE | {"min_dynamic_context_parallel_size": 2},
+    ),
+    "documents over dp4, window, full recompute": (4, PACKED | MODERN | WINDOW, DYNAMIC | FULL_UNIFORM),
+    "samples over cp2 dp2": (4, {}, DYNAMIC | CP2),
     # recomputation, growing sequences
     "cp2 p2p, full recompute": (2, {}, CP2 | FULL_UNIFORM),  # C27
     "cp2 a2a pp2, full recompute": (4, {}, CP2 | PP2 | HEADS | FULL_BLOCK),

@@ -168,7 +168,8 @@ NOT_DRAWN: dict[str, str] = {
     "results of Megatron-LM, two of which depend on the micro-batches: tests/plain": """
         calculate_per_token_loss moe_capacity_per positions_as_matrices""",
     "rows of tests/parity and tests/plain have it": """
-        zero3_param_persistence_threshold moe_router_quantile_balancing_ema""",
+        zero3_param_persistence_threshold moe_router_quantile_balancing_ema dynamic_context_parallel
+        max_seqlen_per_dp_cp_rank min_dynamic_context_parallel_size""",
     "a model without losses of the next token: tests/post_training/test_critics.py": "value_head",
     "reports": """
         log_interval log_format log_max_attention_logit quiet metrics_file progress trace_pipeline peak_tflops

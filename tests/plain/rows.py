@@ -425,6 +425,16 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
         {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
     ),
     "documents, cp2": ("documents", 2, CP2),
+    "documents over dp2": (
+        "documents, positions continue",
+        2,
+        {
+            "dynamic_context_parallel": True,
+            "max_seqlen_per_dp_cp_rank": 16,
+            "min_dynamic_context_parallel_size": 2,
+            "micro_batch_size": 1,
+        },
+    ),
     "gpipe": (FOUR, 2, PP2 | {"pipeline_schedule": "gpipe"}),
     "1f1b": (FOUR, 2, PP2 | {"pipeline_schedule": "1f1b", "overlap_p2p_communication": False}),
     "interleaved": (FOUR, 2, PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}),

@@ -115,6 +115,11 @@ def _of_optimizer(config: RunConfig) -> Iterator[TrainingDifference]:
             f"--optimizer {optimizer.optimizer}",
             "updates whole matrices in every layout; Megatron-LM may have other factors (docs/from_megatron.md)",
         )
+    if config.optional("qk_clip") and (config.model.has_qkv_bias or config.optional("mtp_num_layers")):
+        yield TrainingDifference(
+            "--qk-clip",
+            "scales biases of queries and keys, and layers of multi-token prediction, too; Megatron-LM scales neither",
+        )
     if config.optional("rampup_batch_size") is not None:
         yield TrainingDifference(
             "--rampup-batch-size", "raises the batch size; Megatron Core 0.19 and later ignores it"

@@ -63,10 +63,12 @@ class ContextParallelAttention(CoreAttention):
         queries = context.positions
         samples = context.sample_index
         assert queries is not None and samples is not None, "dropout is keyed by positions and samples"
+        # A document of a packed sample does not begin at position 0.
+        start = queries[:1] - self._positions(self.exchange.group.rank(), length, queries.device)[:1]
 
         def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
             # Dropout is a function of positions in the whole sequence: the owner's, not this rank's.
-            keys = self._positions(owner, length, weights.device)
+            keys = start + self._positions(owner, length, weights.device)
             return self.dropout(
                 weights,
                 samples[tile.rows],

@@ -45,6 +45,11 @@ def _record_problems(config: RunConfig, name: str) -> Iterator[str]:
     flag = to_flag(name)
     if config.optional("compile"):
         yield f"compile=True cannot be used with {name}=True: compiled layers do not record logits; remove one of them"
+    if config.optional("dynamic_context_parallel"):
+        yield (
+            f"dynamic_context_parallel=True cannot be used with {name}=True: it would record padding, too; remove "
+            f"{flag}"
+        )
     if model.position_embedding_type == "alibi":
         yield (
             f"position_embedding_type=alibi cannot be used with {name}=True: the slopes of positions are not in the "

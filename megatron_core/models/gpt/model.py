@@ -272,7 +272,7 @@ class GPTModel(nn.Module):
         # Positions, and the context that all layers share.
         positions = sequences.positions
         loss_mask = sequences.loss_mask
-        shape = len(input_ids), input_ids.shape[1] * self.split.cp_size
+        shape = len(input_ids), input_ids.shape[1] * (sequences.sharing_ranks or self.split.cp_size)
         if positions is None:
             positions = self.split.positions(shape[1], input_ids.device)
         position_ids = positions[None] if position_ids is None else position_ids
@@ -292,6 +292,7 @@ class GPTModel(nn.Module):
             positions=positions,
             residual_positions=self.split.residual(positions),
             token_mask=None if loss_mask is None else self.split.residual(loss_mask.transpose(0, 1)),
+            sharing_ranks=sequences.sharing_ranks,
             **vars(state or ForwardState()),
         )
 

@@ -151,7 +151,7 @@ def create_all_gather_groups(
 
 
 get_hybrid_data_context_parallel_groups = unsupported(
-    "hybrid_context_parallel is not supported; set context_parallel_size"
+    "hybrid_context_parallel is not supported in a program of your own; set context_parallel_size"
 )
 _PRIVATE: dict[str, Callable[[], Any]] = {
     "_MODEL_PARALLEL_GROUP": lambda: current().group("tp-pp"),

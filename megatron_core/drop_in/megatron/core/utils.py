@@ -237,7 +237,7 @@ def _part_of_sequences(batch: Mapping[str, Any], rank: int, size: int) -> dict[s
 get_thd_batch_on_this_cp_rank = unsupported(
     "get_thd_batch_on_this_cp_rank: batches with cu_seqlens are not supported; pass whole sequences"
 )
-_HYBRID = "hybrid_context_parallel is not supported; set context_parallel_size"
+_HYBRID = "hybrid_context_parallel is not supported in a program of your own; set context_parallel_size"
 get_batch_on_this_hybrid_cp_rank = unsupported(_HYBRID)
 
 

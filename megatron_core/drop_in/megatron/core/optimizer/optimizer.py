@@ -129,16 +129,34 @@ class MegatronOptimizer:
 
     def get_grad_norm(self) -> float:
         """Return the norm of the gradients of all ranks' parameters."""
+        with torch.no_grad():
+            for buffer, gradient in self._replaced_gradients():
+                buffer.copy_(gradient)
         return float(self.optimizer.gradient_norm())
+
+    def _replaced_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor that the program has assigned to a ``main_grad``, after its place in the buffers, which the
+        update reads. Raises ConfigError if the ranks have only shards of gradients."""
+        for bucket in (bucket for chunk in self.model_chunks for bucket in chunk.data_parallel.buckets):
+            for name, parameter, offset in zip(bucket.names, bucket.parameters, bucket.offsets, strict=True):
+                gradient = getattr(parameter, "main_grad", None)
+                buffer = bucket.grads[offset : offset + parameter.numel()]
+                if gradient is None or gradient.data_ptr() == buffer.data_ptr():
+                    continue
+                if bucket.splits_grads:
+                    raise ConfigError(f"{name}.main_grad was replaced at zero_stage=2 or 3; use zero_stage=1")
+                yield buffer, gradient.flatten()
 
     @torch.no_grad()
     def step_with_norm(self, norm: float) -> bool:
         """Clip by ``norm`` and update; return whether the step was taken. ConfigError without a learning rate."""
         if any(group["lr"] is None for group in self.param_groups):
             raise ConfigError("OptimizerConfig: lr=None; give the learning rate, or set it by OptimizerParamScheduler")
-        return not update_weights(
-            self.optimizer, [chunk.data_parallel for chunk in self.model_chunks], norm, self._own.lr
-        )
+        wrappers = [chunk.data_parallel for chunk in self.model_chunks]
+        skipped = update_weights(self.optimizer, wrappers, norm, self._own.lr)
+        for buffer, _ in self._replaced_gradients():
+            buffer.zero_()
+        return not skipped
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, which ``step`` divides out; a ``grad_scale_func``."""

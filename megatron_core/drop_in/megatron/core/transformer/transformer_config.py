@@ -152,6 +152,9 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         backends = ("te_native", "deepgemm", "triton")
         return {
             f"gdp_num_householder must be positive, not {self.gdp_num_householder}": self.gdp_num_householder < 1,
+            f"mtp_hsm=True requires mtp_num_layers >= 2, not {self.mtp_num_layers}": (
+                self.mtp_hsm and (self.mtp_num_layers or 0) < 2
+            ),
             f"Unknown batch_invariant_backend {self.batch_invariant_backend!r}; legal: {', '.join(backends)}": (
                 self.batch_invariant_mode and self.batch_invariant_backend not in backends
             ),
