@@ -102,7 +102,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._take_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine clears its gradients after each step."""
+        """Discard the gradients since the last step; do nothing in an accumulation that has begun."""
+        if not self._engine.micro_step:
+            self._engine.zero_grad()
 
     def state_dict(self) -> NoReturn:
         """Refer to the checkpoint."""

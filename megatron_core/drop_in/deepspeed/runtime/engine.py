@@ -279,8 +279,10 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         return self._step_applied
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Discard the gradients of the current step, at stages 0 and 1; in shards of stages 2 and 3 they stay."""
-        if not self.zero_optimization_partition_gradients():
+        """Discard the gradients of the current step; of an accumulation that has begun at stages 0 and 1 alone."""
+        if not self.core.micro_step:
+            self.core.zero_grad()
+        elif not self.zero_optimization_partition_gradients():
             self.core.discard_gradients()
 
     def _backward_epilogue(self) -> None:
