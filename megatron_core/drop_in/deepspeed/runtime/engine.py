@@ -331,7 +331,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         if not is_map and not isinstance(dataset, torch.utils.data.IterableDataset):
             raise ValueError(f"Training data must be a torch Dataset, not {type(dataset).__name__}")
         ranks, rank = self.dp_world_size, self.core.groups.index("dp")
-        if data_sampler is None and route in (ROUTE_PREDICT, ROUTE_EVAL):
+        if route == ROUTE_TRAIN and self.curriculum_learning_enabled():
+            data_sampler = self._curriculum(len(dataset), rank, ranks)
+        elif data_sampler is None and route in (ROUTE_PREDICT, ROUTE_EVAL):
             data_sampler = torch.utils.data.DistributedSampler(dataset, ranks, rank, shuffle=False)
         return DeepSpeedDataLoader(
             dataset,
