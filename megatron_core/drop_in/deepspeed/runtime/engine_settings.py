@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import reader
 from deepspeed.runtime.data_pipeline.curriculum_sampler import CurriculumSampler
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -17,13 +17,7 @@ from megatron_core.errors import ConfigError
 
 
 def _setting(path: str, text: str) -> Callable[[Any], Any]:
-    """Return a method with the docstring ``text`` that returns an attribute of the configuration."""
-
-    def setting(self: Any) -> Any:
-        return attrgetter(path)(self._config)
-
-    setting.__doc__ = text
-    return setting
+    return reader(f"_config.{path}", text)
 
 
 class EngineSettings:
