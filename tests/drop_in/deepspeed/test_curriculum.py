@@ -221,6 +221,14 @@ def test_wrong_curricula_are_errors(changes: dict[str, Any], message: str, metri
         next(iter(_engine(section).training_dataloader))
 
 
+def test_a_curriculum_without_training_data_is_named(metrics: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"train_batch_size": 2, "data_efficiency": _section(metrics, METRICS)}
+    with caplog.at_level("WARNING"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.utils.logger, "propagate", True)
+        deepspeed.initialize(model=nn.Linear(4, 4), config=config)
+    assert "curriculum_learning has no effect on loaders of the program" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     (

@@ -149,6 +149,11 @@ class EngineSettings:
 
     def _check_curriculum(self, stages: int) -> None:
         """Construct the schedule of difficulties, if any, so that a wrong section fails before training."""
+        if self.curriculum_learning_enabled() and self.training_dataloader is None:
+            warning_once(
+                "data_efficiency.data_sampling.curriculum_learning has no effect on loaders of the program, also of "
+                "transformers.Trainer; give training_data to deepspeed.initialize, or call engine.deepspeed_io(dataset)"
+            )
         if self.curriculum_enabled_legacy():
             kind = self.curriculum_scheduler_legacy.config.get("curriculum_type", "seqlen")
             if kind != "seqlen" or stages > 1:

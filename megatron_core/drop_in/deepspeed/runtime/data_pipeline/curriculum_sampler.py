@@ -87,15 +87,16 @@ class CurriculumSampler:
         """``sizes``: of a micro-batch, and their number in a step; ``place``: data-parallel index and size."""
         sampling = section["data_sampling"]
         metrics = sampling["curriculum_learning"].get("curriculum_metrics")
-        if not isinstance(metrics, Mapping) or not metrics:
-            raise ConfigError(f"{SECTION}.curriculum_metrics must be an object with a metric")
+        if not isinstance(metrics, Mapping) or not metrics or not all(isinstance(m, Mapping) for m in metrics.values()):
+            raise ConfigError(f"{SECTION}.curriculum_metrics must be an object of metrics, each an object")
         self.metrics = {name: Metric(name, values, samples) for name, values in metrics.items()}
-        self.samples, self.total = samples, samples * sampling.get("num_epochs", 1000)
-        self.workers = sampling.get("num_workers", 0)
+        self.samples, self.total = samples, samples * (sampling.get("num_epochs") or 1000)
+        self.workers = sampling.get("num_workers") or 0
         self.rank, self.ranks = place
         self.together, self.drop_last = sizes[0] * self.ranks, drop_last
         self.batch_size = self.together * sizes[1]
-        self.random = np.random.default_rng(section.get("seed", 1234))
+        seed = section.get("seed")
+        self.random = np.random.default_rng(1234 if seed is None else seed)
         self.difficulties: dict[str, int] = {}
         self.clusters: list[np.ndarray] = []
         self.positions: list[int] = []
@@ -106,16 +107,17 @@ class CurriculumSampler:
         return int(self.total)
 
     def __iter__(self) -> Iterator[list[int]]:
+        least = self.together if self.drop_last else self.ranks  # an incomplete micro-batch has a sample for each rank
         while self.consumed <= self.total:
             if not self.batch:
                 self.batch = self._next_batch()
+                if len(self.batch) < least:
+                    raise ConfigError(
+                        f"{SECTION}: too few samples have a difficulty up to {self.difficulties} for a batch of "
+                        f"{self.batch_size} on {self.ranks} ranks; raise min_difficulty"
+                    )
             micro, self.batch = self.batch[: self.together], self.batch[self.together :]
-            if len(micro) < self.ranks:
-                raise ConfigError(
-                    f"{SECTION}: too few samples have a difficulty up to {self.difficulties} for a batch of "
-                    f"{self.batch_size} on {self.ranks} ranks; raise min_difficulty"
-                )
-            if len(micro) == self.together or not self.drop_last:
+            if len(micro) >= least:
                 start, stop = (round(rank * len(micro) / self.ranks) for rank in (self.rank, self.rank + 1))
                 yield micro[start:stop]
                 self.consumed += len(micro)
