@@ -47,6 +47,7 @@ class DeepSpeedDataLoader:
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
         self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, data_sampler
+        order: dict[str, Any]
         if isinstance(data_sampler, CurriculumSampler):
             order = {"batch_sampler": data_sampler, "num_workers": data_sampler.workers}
         else:
