@@ -145,6 +145,7 @@ class ConfigReader:
         """Check the values that the engine reads itself."""
         for path in FLAGS:
             self.flag(path)
+        self.integer("pipeline.activation_checkpoint_interval", 0, 0)
         for name, least in (("seed", 0), ("data_sampling.num_epochs", 1), ("data_sampling.num_workers", 0)):
             self.integer(f"data_efficiency.{name}", least, least)
         every = self.get("steps_per_print", 1)
