@@ -21,6 +21,7 @@ from megatron_core.any_model.context_attention import configs_of, decoder_parts,
 from megatron_core.any_model.data import model_arguments
 from megatron_core.any_model.module import outermost
 from megatron_core.any_model.partition import stage_ranges
+from megatron_core.any_model.router_loss import refuse_kept_losses, refuse_router_loss_in_stages
 from megatron_core.any_model.stages import ModelStage, ParameterPlace
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import listed
@@ -118,12 +119,8 @@ class ModelCut:
         self.context = context
         self.stage_to_rank = stage_to_rank
         self.head_modules = tuple(head_modules)
-        for settings in configs_of(model):
-            if getattr(settings, "output_router_logits", False):
-                raise ConfigError(
-                    f"pipeline_model_parallel_size: {type(model).__name__} adds up the router logits of all layers "
-                    f"(output_router_logits=True), which are on several ranks; set it to False, or {HINT}"
-                )
+        self._configs = configs_of(model)
+        refuse_router_loss_in_stages(model, self._configs)
         disable_cache(model)
         self.path, self.container = find_layers(model)
         self.keys, self.layers = list(self.container._modules), [*filter(None, self.container._modules.values())]
@@ -251,6 +248,7 @@ class ModelCut:
 
     def call(self, stage: int, args: Sequence[Any], kwargs: Mapping[str, Any], received: Any) -> Any:
         """``run`` with the arguments of the model's forward."""
+        refuse_router_loss_in_stages(self.model, self._configs, kwargs.get("output_router_logits"))
         passage = _Passage(stage, self.bounds[stage], received)
         self._passage = passage
         with self._active(stage):
@@ -267,6 +265,8 @@ class ModelCut:
                 f"{self._name(self.bounds[stage].stop - 1)} does not run in each forward of "
                 f"{type(self.model).__name__}, so the model cannot be cut after it; {HINT}"
             )
+        if self.checks_values and stage < len(self.stage_to_rank) - 1:
+            refuse_kept_losses([(self._name(n), self.layers[n]) for n in self.bounds[stage]], _tensors(output))
         if passage.undefined and _has_nan(output):
             raise ConfigError(
                 f"{passage.undefined} of {type(self.model).__name__} reads values that only the first stage computes "

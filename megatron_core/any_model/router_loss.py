@@ -1,11 +1,11 @@
-"""The auxiliary loss of routers of transformers models whose sequences are split over context-parallel ranks.
+"""Auxiliary losses, such as those of routers, of models that are split over context-parallel ranks or cut into stages.
 
 Source: Fedus et al. 2021 (arXiv 2101.03961), equations 4 to 6.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.any_model.context_attention import SplitForward, running_forward
+from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import reduce_from_region
 from megatron_core.parallel.micro_batch import SequenceSplit
 
@@ -69,3 +70,38 @@ def loss_over_ranks(forward: SplitForward, gate_logits: Sequence[Tensor], expert
     # Both are means over all tokens before they are multiplied: a mean of the ranks' products is another loss.
     totals = reduce_from_region(torch.cat([chosen, probabilities, rows]), group)
     return experts * (totals[:experts] @ totals[experts:-1]) / totals[-1] ** 2
+
+
+def refuse_router_loss_in_stages(model: nn.Module, configs: Iterable[Any], argument: Any = None) -> None:
+    """ConfigError if a forward with ``output_router_logits=argument`` adds up the logits of all layers."""
+    if argument or any(getattr(config, "output_router_logits", False) for config in configs):
+        raise ConfigError(
+            f"pipeline_model_parallel_size: {type(model).__name__} adds up the router logits of all layers "
+            "(output_router_logits=True in its config or batch), which are on several ranks; set it to False, or write "
+            "the model as a megatron_core.PipelineModule (docs/pipeline_my_model.md)"
+        )
+
+
+def refuse_kept_losses(layers: Iterable[tuple[str, nn.Module]], outputs: Iterable[Tensor]) -> None:
+    """ConfigError if a layer keeps a tensor with a gradient that ``outputs``, the message of its stage, do not contain.
+
+    The last stage would add up such losses (``l_aux``) of its own layers alone.
+    """
+    modules = [item for prefix, layer in layers for item in layer.named_modules(prefix=prefix)]
+    kept = [(f"{path}.{name}", value) for path, module in modules for name, value in vars(module).items()]
+    losses = [(name, value) for name, value in kept if isinstance(value, Tensor) and value.grad_fn is not None]
+    if not losses:
+        return
+    sent, nodes = set(), [tensor.grad_fn for tensor in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in sent:
+            sent.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    for name, value in losses:
+        if value.grad_fn not in sent:
+            raise ConfigError(
+                f"pipeline_model_parallel_size: {name} has a gradient, and the output of its layer does not contain "
+                "it, so later stages cannot add it to the loss; let the layers pass it on, detach it, or set "
+                "pipeline_model_parallel_size=1"
+            )

@@ -339,6 +339,34 @@ class Skipping(Misplaced):
         return self.layers[0](x).sum()
 
 
+class Routed(nn.Linear):
+    """A layer that keeps the loss of its router, of which its output is not a function."""
+
+    router: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the linear layer."""
+        self.router = x.square().mean() + self.weight.square().mean()
+        return super().forward(x)
+
+
+class Keeping(Misplaced):
+    """A model that adds up losses that its layers keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed(4, 4) for _ in range(2))
+        self.head = self._modules.pop("head")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of the head's outputs and of the losses of all layers."""
+        total = super().forward(x)
+        for layer in self.modules():
+            if isinstance(layer, Routed) and layer.router is not None:
+                total = total + layer.router
+        return total
+
+
 class NoLayers(nn.Module):
     """A model without a list of layers."""
 
@@ -358,6 +386,10 @@ def _t5() -> nn.Module:
 
 def _rows(shape: tuple[int, ...] = (1, 4)) -> list[Any]:
     return [torch.ones(shape, dtype=torch.float64)] * 2
+
+
+def _tokens_of_one() -> dict[str, Tensor]:
+    return {name: tokens[None] for name, tokens in samples_of("mixtral", 1)[0].items()}
 
 
 def _pairs() -> list[Any]:
@@ -405,6 +437,11 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "a sum that a stage passes on": (
         *(partial(Summing, 3), lambda index: _rows(), {"pipeline_model_parallel_size": 3}),
         "layers.2 of Summing reads values",
+    ),
+    "losses that layers keep": (Keeping, lambda index: _rows(), {}, "layers.0.router has a gradient"),
+    "router logits of a batch": (
+        *(partial(model_of, "mixtral"), lambda index: [{**_tokens_of_one(), "output_router_logits": True}] * 2, {}),
+        "MixtralForCausalLM adds up the router logits of all layers",
     ),
     "no layers": (NoLayers, lambda index: _rows(), {}, "NoLayers has no list of layers"),
     "two lists": (_t5, lambda index: _rows(), {}, "several lists of layers (encoder.block, decoder.block)"),

@@ -40,14 +40,18 @@ def find_key(path: str) -> Key | None:
     return next((table[each] for each in (path, *above) if each in table), None)
 
 
+def is_section(path: str) -> bool:
+    """Whether ``path`` is a section around known keys."""
+    return any(name.startswith(f"{path}.") for name in known_keys())
+
+
 def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """All dotted paths with their values, without sections that are null."""
     for name, value in values.items():
         path = f"{above}{name}"
-        is_section = any(each.startswith(f"{path}.") for each in known_keys())
-        if isinstance(value, Mapping) and (is_section or f"{above}*" in known_keys() or find_key(path)):
+        if isinstance(value, Mapping) and (is_section(path) or f"{above}*" in known_keys() or find_key(path)):
             yield from leaves(value, f"{path}.")
-        elif not (is_section and value is None):
+        elif not (is_section(path) and value is None):
             yield path, value
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.dotted_names import NAMES_OF_TRL, dotted_names, nested
 from deepspeed.git_version_info import version
-from deepspeed.key_table import Key, find_key, has_enabled, key_names, leaves
+from deepspeed.key_table import Key, find_key, has_enabled, is_section, key_names, leaves
 from megatron_core.any_model.elastic_batch import ElasticityConfigError, compute_elastic_config, elasticity_enabled
 from megatron_core.errors import quoted
 from megatron_core.foreign_json import NUMBER, whole
@@ -17,6 +17,7 @@ TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 FLAGS = (
     *("wall_clock_breakdown", "comms_logger.enabled", "torch_autocast.enabled", "flops_profiler.enabled"),
     *("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled", "curriculum_learning.enabled"),
+    "data_efficiency.data_sampling.curriculum_learning.enabled",
     *("dataloader_drop_last", "managed_gradient_accumulation", "fp16.auto_cast", "zero_optimization.cpu_offload"),
     *("zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero_optimization.cpu_offload_param"),
     "zero_optimization.gather_16bit_weights_on_model_save",
@@ -75,7 +76,9 @@ class ConfigReader:
             )
         for path, value in leaves(self.values):
             key = find_key(path)
-            if key is None:
+            if (key is None or key.use == "translated") and is_section(path):
+                self.faults.append(f"{path}={quoted(value)} must be an object {{...}}")
+            elif key is None:
                 near = get_close_matches(path, key_names(), 1, 0.7)
                 self.faults.append(f"{path} is not a key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
             elif key.use == "refused":
@@ -142,6 +145,9 @@ class ConfigReader:
         """Check the values that the engine reads itself."""
         for path in FLAGS:
             self.flag(path)
+        self.integer("pipeline.activation_checkpoint_interval", 0, 0)
+        for name, least in (("seed", 0), ("data_sampling.num_epochs", 1), ("data_sampling.num_workers", 0)):
+            self.integer(f"data_efficiency.{name}", least, least)
         every = self.get("steps_per_print", 1)
         if every != float("inf"):  # which accelerate sets for no lines at all
             self.integer("steps_per_print", 1, 0)

@@ -127,3 +127,24 @@ def test_refusals() -> None:
 def test_partitions_topologies_and_schedules_are_those_of_deepspeed() -> None:
     expected = ask(Task("tests.drop_in.deepspeed.traces:pipelines", (False,)))
     assert json.loads(json.dumps(traces.pipelines(True))) == expected
+
+
+class Counting(nn.Linear):
+    """A linear layer that counts its forwards."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the linear layer."""
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("interval", (0, 1))
+def test_the_json_chooses_recomputed_layers(interval: int) -> None:
+    net = PipelineModule(layers=[Counting(4, 4), Counting(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    config = {**CONFIG, "pipeline": {"activation_checkpoint_interval": interval}}
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * MICROS))
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, Counting)]
+    assert [layer.calls for layer in layers] == [MICROS * (1 + interval)] * 2

@@ -101,6 +101,57 @@ def test_a_loss_of_two_modules_trains_both_engines(stage: int) -> None:
         _assert_close(found, expected)
 
 
+# A generator and a discriminator: a backward of the first reaches the second.
+
+DISCARDS: dict[str, Any] = {
+    "engine": lambda engine: engine.zero_grad(),
+    "module": lambda engine: engine.module.zero_grad(),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+}
+
+
+def _generator() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(4, 4)
+
+
+def _train_adversaries(stage: int, discard: str) -> list[torch.Tensor]:
+    settings = {"zero_optimization": {"stage": stage, **SHARDS}}
+    judge, maker = _engine(**settings), _engine(_generator(), **settings)
+    for number in range(3):
+        DISCARDS[discard](judge)
+        judge.backward(judge(_batch(number)).square().mean())
+        made = maker(_batch(number + 3))
+        judge.backward(judge(made.detach()).mean())
+        judge.step()
+        DISCARDS[discard](maker)
+        maker.backward(-judge(made).mean())
+        maker.step()
+    return [*_weights(judge), *_weights(maker)]
+
+
+def _train_adversaries_with_torch() -> list[nn.Parameter]:
+    judge, maker = _model(), _generator()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0) for model in (judge, maker)]
+    for number in range(3):
+        optimizers[0].zero_grad()
+        outputs = [maker(_batch(number + 3, rank)) for rank in range(2)]
+        for rank, made in enumerate(outputs):
+            ((judge(_batch(number, rank)).square().mean() + judge(made.detach()).mean()) / 2).backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        for made in outputs:
+            (-judge(made).mean() / 2).backward()
+        optimizers[1].step()
+    return [*judge.parameters(), *maker.parameters()]
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("discard", DISCARDS)
+def test_zero_grad_discards_gradients_of_another_engines_backward(discard: str, stage: int) -> None:
+    _assert_close(run_ranks(2, _train_adversaries, stage, discard)[1], _train_adversaries_with_torch())
+
+
 def _train_compiled(stage: int) -> list[torch.Tensor]:
     engine = _engine(zero_optimization={"stage": stage, **SHARDS})
     engine.compile(backend="aot_eager")

@@ -104,7 +104,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._take_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine clears its gradients after each step."""
+        """Discard the gradients since the last step; do nothing in an accumulation that has begun."""
+        if not self._engine.micro_step:
+            self._engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's shards of the state, and the settings of the groups, as in DeepSpeed.

@@ -61,6 +61,10 @@ class DeepSpeedConfig:
         self.wall_clock_breakdown = self._param_dict.get("wall_clock_breakdown", False)
         profiler = self._param_dict.get("flops_profiler") or {}
         self.flops_profiler_config = section_as(DeepSpeedFlopsProfilerConfig, "flops_profiler", profiler)
+        self.data_efficiency_config = self._param_dict.get("data_efficiency") or {}
+        sampling = self.data_efficiency_config.get("data_sampling") or {}
+        # As in DeepSpeed, the other flags of the section are not read.
+        self.curriculum_learning_enabled = bool((sampling.get("curriculum_learning") or {}).get("enabled"))
         self.curriculum_params_legacy = self._param_dict.get("curriculum_learning") or {}
         self.curriculum_enabled_legacy = bool(self.curriculum_params_legacy.get("enabled"))
         dropped = self._param_dict.get("progressive_layer_drop") or {}

@@ -1,12 +1,23 @@
 """Sections of the JSON as pydantic models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deepspeed.utils.logging import logger
 from megatron_core.errors import ConfigError, quoted
+
+
+def reader(path: str, text: str) -> Callable[[Any], Any]:
+    """Return a method with the docstring ``text`` that returns the attribute ``path``."""
+
+    def read(self: Any) -> Any:
+        return attrgetter(path)(self)
+
+    read.__doc__ = text
+    return read
 
 
 class DeepSpeedConfigModel(BaseModel):

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from deepspeed.runtime.data_pipeline.curriculum_sampler import CurriculumSampler
+
 
 class RepeatingLoader:
     """Iterates over ``loader`` again and again."""
@@ -45,16 +47,16 @@ class DeepSpeedDataLoader:
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
         self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, data_sampler
-        self.loader = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=data_sampler,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn,
-            num_workers=num_local_io_workers or 0,
-            drop_last=dataloader_drop_last,
-        )
+        order: dict[str, Any]
+        if isinstance(data_sampler, CurriculumSampler):
+            order = {"batch_sampler": data_sampler, "num_workers": data_sampler.workers}
+        else:
+            order = {"batch_size": batch_size, "sampler": data_sampler, "num_workers": num_local_io_workers or 0}
+            order["drop_last"] = dataloader_drop_last
+        self.loader = DataLoader(dataset, pin_memory=pin_memory, collate_fn=collate_fn, **order)
         self.data: Iterator[Any] | None = None
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
+        """Changes each batch of a curriculum, given the state of its sampler."""
 
     def __iter__(self) -> "DeepSpeedDataLoader":
         self.data = iter(self.loader)
@@ -63,7 +65,10 @@ class DeepSpeedDataLoader:
     def __next__(self) -> Any:
         if self.data is None:
             self.data = iter(self.loader)
-        return next(self.data)
+        batch = next(self.data)
+        if self.post_process_func is not None and isinstance(self.data_sampler, CurriculumSampler):
+            batch = self.post_process_func(batch, self.data_sampler.state_dict())
+        return batch
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -284,8 +284,10 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         return self._step_applied
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Discard the gradients of the current step, at stages 0 and 1; in shards of stages 2 and 3 they stay."""
-        if not self.zero_optimization_partition_gradients():
+        """Discard the gradients of the current step; of an accumulation that has begun at stages 0 and 1 alone."""
+        if not self.core.micro_step:
+            self.core.zero_grad()
+        elif not self.zero_optimization_partition_gradients():
             self.core.discard_gradients()
 
     def _backward_epilogue(self) -> None:
@@ -334,7 +336,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         if not is_map and not isinstance(dataset, torch.utils.data.IterableDataset):
             raise ValueError(f"Training data must be a torch Dataset, not {type(dataset).__name__}")
         ranks, rank = self.dp_world_size, self.core.groups.index("dp")
-        if data_sampler is None and route in (ROUTE_PREDICT, ROUTE_EVAL):
+        if route == ROUTE_TRAIN and self.curriculum_learning_enabled():
+            data_sampler = self._curriculum(len(dataset), rank, ranks)
+        elif data_sampler is None and route in (ROUTE_PREDICT, ROUTE_EVAL):
             data_sampler = torch.utils.data.DistributedSampler(dataset, ranks, rank, shuffle=False)
         return DeepSpeedDataLoader(
             dataset,

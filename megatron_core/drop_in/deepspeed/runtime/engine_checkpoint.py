@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.client_state import decode, encode
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.curriculum_sampler import CurriculumSampler
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.weights_file import write_weights
@@ -107,8 +108,11 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         self._rates.loads_scheduler = load_lr_scheduler_states and not load_module_only
         found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too, strict=load_module_strict)
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # an incomplete step is discarded
+        sampler = getattr(self.training_dataloader, "data_sampler", None)
         if load_module_only:
             self.core.state = before
+        elif isinstance(sampler, CurriculumSampler):
+            sampler.advance(self.global_steps)
         return str(folder), found if is_deepspeeds else decode(found.get("state", {}))
 
     def _latest(self, folder: str | os.PathLike[str]) -> str | None:

@@ -1,27 +1,23 @@
 """Methods of ``DeepSpeedEngine`` that return settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import reader
+from deepspeed.runtime.data_pipeline.curriculum_sampler import CurriculumSampler
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from deepspeed.utils.logging import warning_once
 from megatron_core.errors import ConfigError
 
 
 def _setting(path: str, text: str) -> Callable[[Any], Any]:
-    """Return a method with the docstring ``text`` that returns an attribute of the configuration."""
-
-    def setting(self: Any) -> Any:
-        return attrgetter(path)(self._config)
-
-    setting.__doc__ = text
-    return setting
+    return reader(f"_config.{path}", text)
 
 
 class EngineSettings:
@@ -29,6 +25,7 @@ class EngineSettings:
 
     _config: DeepSpeedConfig
     device: torch.device
+    training_dataloader: DeepSpeedDataLoader | None
 
     train_batch_size = _setting("train_batch_size", "Samples of a step on all ranks.")
     train_micro_batch_size_per_gpu = _setting("train_micro_batch_size_per_gpu", "Samples of a micro-batch of one rank.")
@@ -52,6 +49,10 @@ class EngineSettings:
     curriculum_enabled_legacy = _setting(
         "curriculum_enabled_legacy", "Whether the section ``curriculum_learning`` is enabled."
     )
+    curriculum_learning_enabled = _setting(
+        "curriculum_learning_enabled", "Whether ``data_efficiency.data_sampling.curriculum_learning`` is enabled."
+    )
+    data_efficiency_config = _setting("data_efficiency_config", "The section ``data_efficiency``.")
     curriculum_params_legacy = _setting("curriculum_params_legacy", "The section ``curriculum_learning``.")
     pld_enabled = _setting("pld_params.enabled", "Whether the section ``progressive_layer_drop`` is enabled.")
     pld_theta = _setting("pld_params.theta", "Smallest share of layers to keep.")
@@ -124,6 +125,23 @@ class EngineSettings:
         """The difficulty of each step."""
         return CurriculumScheduler(self._config.curriculum_params_legacy)
 
+    def _curriculum(self, samples: int, rank: int, ranks: int) -> CurriculumSampler:
+        """Return the sampler of the section ``data_efficiency``."""
+        sizes = self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        section = self.data_efficiency_config()
+        return CurriculumSampler(section, samples, sizes, (rank, ranks), self.dataloader_drop_last())
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Change each batch of a curriculum by ``post_process_func(batch, state)``, as to its length of sequences."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Set the functions of metrics with ``schedule_type`` custom."""
+        for name, metric in getattr(getattr(self.training_dataloader, "data_sampler", None), "metrics", {}).items():
+            if name in schedule_func_dict:
+                metric.schedule.set_custom_get_difficulty(schedule_func_dict[name])
+
     @cached_property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The share of layers to keep; None without the section."""
@@ -131,6 +149,11 @@ class EngineSettings:
 
     def _check_curriculum(self, stages: int) -> None:
         """Construct the schedule of difficulties, if any, so that a wrong section fails before training."""
+        if self.curriculum_learning_enabled() and self.training_dataloader is None:
+            warning_once(
+                "data_efficiency.data_sampling.curriculum_learning has no effect on loaders of the program, also of "
+                "transformers.Trainer; give training_data to deepspeed.initialize, or call engine.deepspeed_io(dataset)"
+            )
         if self.curriculum_enabled_legacy():
             kind = self.curriculum_scheduler_legacy.config.get("curriculum_type", "seqlen")
             if kind != "seqlen" or stages > 1:

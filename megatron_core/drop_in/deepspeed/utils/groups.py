@@ -1,5 +1,6 @@
 """Process groups of data, tensor, sequence and expert parallelism."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,24 @@ def _group(axis: str) -> Group | None:
     return None if found is None else found.group(axis)
 
 
+def _number(axis: str, name: str, otherwise: Callable[[], int]) -> Callable[[], int]:
+    """Return a function: ``size`` or ``rank`` of a group, and ``otherwise()`` before ``initialize``."""
+
+    def number() -> int:
+        group = _group(axis)
+        return otherwise() if group is None else int(getattr(group, name)())
+
+    return number
+
+
+_get_data_parallel_world_size = _number("dp", "size", dist.get_world_size)
+_get_data_parallel_rank = _number("dp", "rank", dist.get_rank)
+_get_model_parallel_world_size = _number("tp", "size", lambda: 1)
+_get_tensor_rank = _number("tp", "rank", lambda: 0)
+_get_sequence_parallel_world_size = _number("cp", "size", lambda: 1)
+_get_sequence_parallel_rank = _number("cp", "rank", lambda: 0)
+
+
 def _get_data_parallel_group() -> ProcessGroup | None:
     """Return the ranks with the same part of the model; all ranks before ``initialize``."""
     found = _group("dp")
@@ -31,38 +50,8 @@ def _get_data_parallel_group_ranks() -> list[int]:
     return dist.get_process_group_ranks(_get_data_parallel_group())
 
 
-def _get_data_parallel_world_size() -> int:
-    found = _group("dp")
-    return dist.get_world_size() if found is None else found.size()
-
-
-def _get_data_parallel_rank() -> int:
-    found = _group("dp")
-    return dist.get_rank() if found is None else found.rank()
-
-
-def _get_model_parallel_world_size() -> int:
-    found = _group("tp")
-    return 1 if found is None else found.size()
-
-
-def _get_tensor_rank() -> int:
-    found = _group("tp")
-    return 0 if found is None else found.rank()
-
-
 def _get_broadcast_src_rank() -> int:
     return _get_data_parallel_group_ranks()[0]
-
-
-def _get_sequence_parallel_world_size() -> int:
-    found = _group("cp")
-    return 1 if found is None else found.size()
-
-
-def _get_sequence_parallel_rank() -> int:
-    found = _group("cp")
-    return 0 if found is None else found.rank()
 
 
 def _get_sequence_parallel_group() -> Any:

@@ -22,6 +22,9 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(self, model: PipelineModule, **kwargs: Any) -> None:
         self.__dict__["grid"] = self.__dict__["_grid"] = model.mpu()
         super().__init__(model=model, **kwargs)
+        section = self._config._param_dict.get("pipeline") or {}
+        if interval := section.get("activation_checkpoint_interval"):
+            self.module.set_checkpoint_interval(int(interval))
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
         self.micro_batches = self.gradient_accumulation_steps()
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()

@@ -6,6 +6,7 @@ with equal times. An instruction names a buffer, which is the number of its micr
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 
@@ -20,18 +21,6 @@ class PipeInstruction:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.kwargs.items())})"
 
 
-class OptimizerStep(PipeInstruction):
-    """Update the weights."""
-
-
-class ReduceGrads(PipeInstruction):
-    """Sum gradients over data-parallel ranks."""
-
-
-class ReduceTiedGrads(PipeInstruction):
-    """Sum gradients of tied weights over their stages."""
-
-
 class BufferOpInstruction(PipeInstruction):
     """An instruction on the buffer ``buffer_id``."""
 
@@ -39,32 +28,20 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-class LoadMicroBatch(BufferOpInstruction):
-    """Read a micro-batch."""
+def _kind(base: type[PipeInstruction], name: str, text: str) -> type[Any]:
+    return type(name, (base,), {"__doc__": text, "__module__": __name__})
 
 
-class ForwardPass(BufferOpInstruction):
-    """Compute the stage's layers."""
-
-
-class BackwardPass(BufferOpInstruction):
-    """Compute gradients."""
-
-
-class SendActivation(BufferOpInstruction):
-    """Send the output to the next stage."""
-
-
-class RecvActivation(BufferOpInstruction):
-    """Receive the output of the stage before."""
-
-
-class SendGrad(BufferOpInstruction):
-    """Send the gradient of the input to the stage before."""
-
-
-class RecvGrad(BufferOpInstruction):
-    """Receive the gradient of the output from the next stage."""
+OptimizerStep = _kind(PipeInstruction, "OptimizerStep", "Update the weights.")
+ReduceGrads = _kind(PipeInstruction, "ReduceGrads", "Sum gradients over data-parallel ranks.")
+ReduceTiedGrads = _kind(PipeInstruction, "ReduceTiedGrads", "Sum gradients of tied weights over their stages.")
+LoadMicroBatch = _kind(BufferOpInstruction, "LoadMicroBatch", "Read a micro-batch.")
+ForwardPass = _kind(BufferOpInstruction, "ForwardPass", "Compute the stage's layers.")
+BackwardPass = _kind(BufferOpInstruction, "BackwardPass", "Compute gradients.")
+SendActivation = _kind(BufferOpInstruction, "SendActivation", "Send the output to the next stage.")
+RecvActivation = _kind(BufferOpInstruction, "RecvActivation", "Receive the output of the stage before.")
+SendGrad = _kind(BufferOpInstruction, "SendGrad", "Send the gradient of the input to the stage before.")
+RecvGrad = _kind(BufferOpInstruction, "RecvGrad", "Receive the gradient of the output from the next stage.")
 
 
 class PipeSchedule(ABC):
@@ -83,30 +60,11 @@ class PipeSchedule(ABC):
         """Number of buffers."""
         return self.micro_batches
 
-    @property
-    def stage(self) -> int:
-        """The stage."""
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches."""
-        return self.micro_batches
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether the stage is the first."""
-        return self.stage_id == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether the stage is the last."""
-        return self.stage_id == self.stages - 1
+    stage = property(attrgetter("stage_id"), doc="The stage.")
+    num_stages = property(attrgetter("stages"), doc="Number of stages.")
+    num_micro_batches = property(attrgetter("micro_batches"), doc="Number of micro-batches.")
+    is_first_stage = property(lambda self: self.stage_id == 0, doc="Whether the stage is the first.")
+    is_last_stage = property(lambda self: self.stage_id == self.stages - 1, doc="Whether the stage is the last.")
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
         return 0 <= micro_batch_id < self.micro_batches

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.runtime.config_utils import reader
 from megatron_core import parallel_state
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import LocalGroup
@@ -170,37 +171,17 @@ class PipelineParallelGrid:
         own = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | kwargs
         return self._topo.get_rank(**own)
 
-    def get_global_rank(self) -> int:
-        """Rank in the job."""
-        return self.global_rank
-
-    def get_stage_id(self) -> int:
-        """Pipeline stage of this rank."""
-        return self.stage_id
-
-    def get_data_parallel_id(self) -> int:
-        """Index among the ranks with the same stage."""
-        return self.data_parallel_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Number of stages."""
-        return self.pipe_parallel_size
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of copies of the model."""
-        return self.data_parallel_size
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Ranks with the same stage."""
-        return self.dp_group
+    get_global_rank = reader("global_rank", "Rank in the job.")
+    get_stage_id = reader("stage_id", "Pipeline stage of this rank.")
+    get_data_parallel_id = reader("data_parallel_id", "Index among the ranks with the same stage.")
+    get_pipe_parallel_world_size = reader("pipe_parallel_size", "Number of stages.")
+    get_data_parallel_world_size = reader("data_parallel_size", "Number of copies of the model.")
+    get_data_parallel_group_ranks = reader("dp_group", "Ranks with the same stage.")
+    get_model_parallel_world_size = reader("model_parallel_size", "Number of ranks that split a stage's layers.")
 
     def get_model_parallel_rank(self) -> int:
         """Index among the ranks that split a stage's layers."""
         return self._own("model")
-
-    def get_model_parallel_world_size(self) -> int:
-        """Number of ranks that split a stage's layers."""
-        return self.model_parallel_size
 
     def get_pipe_parallel_group(self) -> ProcessGroup:
         """Ranks of a pipeline."""
