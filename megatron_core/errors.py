@@ -5,7 +5,7 @@ They also inherit from the built-in exceptions that users of Megatron Core catch
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from itertools import islice
 from pathlib import PurePath
@@ -113,16 +113,6 @@ class DataError(MegatronError, ValueError, AssertionError):
 
 class CheckpointError(MegatronError, RuntimeError):
     """A checkpoint cannot be written, or does not match the run that reads it."""
-
-
-class WrongStepError(MegatronError):
-    """Wrong values arrived or were computed; the state before step ``first`` is right, or no known one if it is 0."""
-
-    def __init__(self, message: str, first: int, ranks: Sequence[int] = ()) -> None:
-        """``ranks``: launcher ranks that must not continue."""
-        super().__init__(message)
-        self.first = first
-        self.ranks = tuple(ranks)
 
 
 class LayoutError(MegatronError, RuntimeError, ValueError, AssertionError):

@@ -129,7 +129,7 @@ class ShardSpec:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's tensor, padding included."""
         shape = []
-        for dim, runs in enumerate(self._runs):
+        for dim, runs in enumerate(self.runs):
             # Checked above: only one split of a dim has padding.
             padded = max((split.local_extent for split in self.splits if split.dim == dim), default=0)
             shape.append(padded or sum(stop - start for start, stop in (run.local for run in runs)))
@@ -143,7 +143,7 @@ class ShardSpec:
             index == 0 for axis, index in self.indices if axis not in self.split_axes
         )
         boxes = []
-        for runs in product(*self._runs):
+        for runs in product(*self.runs):
             local = Box(tuple(run.local[0] for run in runs), tuple(run.local[1] for run in runs))
             global_box = Box(tuple(run.whole[0] for run in runs), tuple(run.whole[1] for run in runs))
             shared = tuple(axis for run in runs for axis in run.shared_over)
@@ -181,7 +181,7 @@ class ShardSpec:
 
     def shared_ranges(self, split: Split) -> list[tuple[Range, Range]]:
         """Pairs (local range, global range) along ``split.dim`` that this rank shares over ``split.axis``."""
-        runs = self._runs[split.dim]
+        runs = self.runs[split.dim]
         return [(run.local, run.whole) for run in runs if split.axis in run.shared_over]
 
     def localise(self, full: Tensor, local: Tensor) -> None:
@@ -191,24 +191,8 @@ class ShardSpec:
         for piece in self.parts:
             local[piece.local.index] = full[piece.whole.index].to(local)
 
-    def element_numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Global flat indices of the elements ``start ... stop - 1`` of this rank's flattened tensor, int64; undefined
-        for padding."""
-        # Digits of the local flat index, from the last dim on; each becomes a global index by a table of its dim.
-        left = torch.arange(start, stop, device=device)
-        numbers = torch.zeros_like(left)
-        stride = 1
-        for dim in reversed(range(len(self.global_shape))):
-            indices = torch.zeros(self.local_shape[dim], dtype=torch.int64)
-            for run in self._runs[dim]:
-                indices[slice(*run.local)] = torch.arange(*run.whole)
-            numbers += indices.to(device)[left % len(indices)] * stride
-            left = left // len(indices)
-            stride = stride * self.global_shape[dim]
-        return numbers
-
     @cached_property
-    def _runs(self) -> tuple[tuple[_Run, ...], ...]:
+    def runs(self) -> tuple[tuple[_Run, ...], ...]:
         """The runs that this rank holds of each dim, in local order."""
         return tuple(tuple(self._runs_of(dim, extent)) for dim, extent in enumerate(self.global_shape))
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.errors import WrongStepError
 from megatron_core.parallel.collectives import COLLECTIVES, all_gather_flat_, all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups, process_group
@@ -18,6 +17,7 @@ from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.resilience.links.checksums import differs, maximum_differs
 from megatron_core.resilience.links.recorder import LINKS, RecordedCall
 from megatron_core.resilience.settings import LinkCheckConfig
+from megatron_core.resilience.wrong_step import WrongStepError
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

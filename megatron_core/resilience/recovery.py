@@ -23,7 +23,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.cpu_ranks.interrupt import InterruptedWait
 from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
-from megatron_core.errors import MegatronError, RestartNeeded, WrongStepError
+from megatron_core.errors import MegatronError, RestartNeeded
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
@@ -38,6 +38,7 @@ from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig
 from megatron_core.resilience.state_copies import HostCopy, StateCopies, choose_mirror, copies_to_load
+from megatron_core.resilience.wrong_step import WrongStepError
 from megatron_core.training.built_in_callbacks import SIGNALS
 from megatron_core.training.pretrain import Job, start_once
 from megatron_core.training.setup import Run

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_core.errors import WrongStepError
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.settings import RerunConfig
+from megatron_core.resilience.wrong_step import WrongStepError
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.parts import Attempt, Attempts, Compute
 from megatron_core.training.setup import Run

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.cpu_ranks.interrupt import InterruptedWait
-from megatron_core.errors import MegatronError, RestartNeeded, WrongStepError
+from megatron_core.errors import MegatronError, RestartNeeded
 from megatron_core.parallel.exit_status import RESTART
 from megatron_core.parallel.world import World
 from megatron_core.resilience import recovery
@@ -26,6 +26,7 @@ from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, M
 from megatron_core.resilience.recovery import MOST, Recovery
 from megatron_core.resilience.settings import FaultConfig
 from megatron_core.resilience.state_copies import StateCopies
+from megatron_core.resilience.wrong_step import WrongStepError
 from megatron_core.training.built_in_callbacks import SIGNALS
 from megatron_core.training.pretrain import Job
 from tests.memory import needs_proc

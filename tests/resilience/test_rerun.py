@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_core.config.validate import problems
-from megatron_core.errors import WrongStepError
 from megatron_core.parallel import World
 from megatron_core.parallel.grid import Grid
 from megatron_core.resilience.rerun import Attempt, Reruns
+from megatron_core.resilience.wrong_step import WrongStepError
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted

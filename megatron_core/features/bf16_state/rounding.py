@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_core.data_parallel import Bucket
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.initialization import name_seed
-from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.sharding import ShardSpec, spec_of
 
 
 def update_rounded(
@@ -37,10 +37,27 @@ def _round_pieces(bucket: Bucket, span: slice, stored: Tensor, values: Tensor, s
     for name, parameter, start, stop, offset in bucket.pieces(slice(first, first + values.numel())):
         elements_of_parameter = slice(offset, offset + stop - start)
         # Numbers in the whole tensor: copies and other layouts then round in the same direction.
-        elements = spec_of(parameter).element_numbers(start, stop, values.device)
+        elements = element_numbers(spec_of(parameter), start, stop, values.device)
         stored[elements_of_parameter] = round_stochastically(
             values[elements_of_parameter], elements, name_seed(seed, name)
         )
+
+
+def element_numbers(spec: ShardSpec, start: int, stop: int, device: torch.device) -> Tensor:
+    """Global flat indices of the elements ``start ... stop - 1`` of a rank's flattened tensor, int64; undefined for
+    padding."""
+    # Digits of the local flat index, from the last dim on; each becomes a global index by a table of its dim.
+    left = torch.arange(start, stop, device=device)
+    numbers = torch.zeros_like(left)
+    stride = 1
+    for dim in reversed(range(len(spec.global_shape))):
+        indices = torch.zeros(spec.local_shape[dim], dtype=torch.int64)
+        for run in spec.runs[dim]:
+            indices[slice(*run.local)] = torch.arange(*run.whole)
+        numbers += indices.to(device)[left % len(indices)] * stride
+        left = left // len(indices)
+        stride = stride * spec.global_shape[dim]
+    return numbers
 
 
 def round_stochastically(values: Tensor, elements: Tensor, seed: int) -> Tensor:
