@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.ops.op_builder import COMPATIBLE_OPS
+from deepspeed.ops.op_builder.builder import COMPATIBLE_OPS
 
 major, minor, patch = 0, 19, 8
 version = f"{major}.{minor}.{patch}"

@@ -8,7 +8,6 @@ from megatron_core.schedules import schedules
 
 REFUSED = {
     "lora_rank": "layers with adapters are not captured",
-    "qk_clip": "graphs do not record logits",
     "heterogeneous_layers_config_path": "graphs of layers of different sizes are not tested",
     "heterogeneous_layers_config_encoded_json": "graphs of layers of different sizes are not tested",
 }

@@ -43,6 +43,8 @@ def _record_problems(config: RunConfig, name: str) -> Iterator[str]:
     """Settings with which the logits are not those of queries and keys alone, or that leave none."""
     model = config.model
     flag = to_flag(name)
+    if (graphs := config.optional("cuda_graph_impl") or "none") != "none":
+        yield f"cuda_graph_impl={graphs} cannot be used with {name}=True: graphs record no logits; remove one of them"
     if config.optional("compile"):
         yield f"compile=True cannot be used with {name}=True: compiled layers do not record logits; remove one of them"
     if config.optional("dynamic_context_parallel"):

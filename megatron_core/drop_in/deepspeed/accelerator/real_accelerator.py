@@ -53,9 +53,9 @@ class Accelerator:
 
     def get_op_builder(self, class_name: str) -> Any:
         """Return a class of ``deepspeed.ops.op_builder``; None if it has no such name."""
-        from deepspeed.ops import op_builder
+        from deepspeed.ops.op_builder import builder
 
-        return getattr(op_builder, class_name, None)
+        return getattr(builder, class_name, None)
 
     def is_available(self) -> bool:
         """Return True."""
