@@ -64,6 +64,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+    model_types = {
+        transformers.AutoConfig.from_pretrained(tmp_path / folder).model_type for folder in ("theirs", "again")
+    }
+    assert len(model_types) == 1, "transformers reads the exported config.json as another architecture"
 
 
 def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
