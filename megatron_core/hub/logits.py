@@ -24,7 +24,12 @@ PROMPT_LENGTHS = (1, 7, 32)
 
 
 def compare_logits(
-    open_reader: Callable[[], Any], config: RunConfig, folder: Path, dtype: torch.dtype, *, adapter: Path | None = None
+    open_reader: Callable[[], Any],
+    config: RunConfig,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    adapter: Path | None = None,
 ) -> float:
     """Compare the logits of a reader, with weights rounded to ``dtype``, with `transformers` on a Hugging Face folder.
 
@@ -68,8 +73,8 @@ def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def our_logits(reader: Any, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``.
+def our_logits(reader: Any, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype`` if it is given.
 
     Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
     """
@@ -88,7 +93,7 @@ def our_logits(reader: Any, config: RunConfig, prompts: list[Tensor], dtype: tor
         ).eval()
         reader.fill(parameter_pieces(stage.named_global_parameters()))
         for name, parameter in stage.named_parameters():
-            parameter.copy_(parameter.to(stored_dtype(name, dtype)))
+            parameter.copy_(parameter.to(stored_dtype(name, dtype or parameter.dtype)))
         inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
         hidden = []
         for prompt, x in zip(prompts, inputs, strict=True):

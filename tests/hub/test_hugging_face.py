@@ -192,6 +192,19 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
             assert torch.equal(stored[key], tensor.float())
 
 
+def test_every_weight_keeps_its_dtype(tmp_path: Path) -> None:
+    """Norms in float32 next to matrices in bfloat16, as after training with adapters."""
+    save_model("qwen3", tmp_path / "theirs")
+    stored = load_file(tmp_path / "theirs/model.safetensors")
+    mixed = {key: value if "norm" in key else value.bfloat16() for key, value in stored.items()}
+    save_file(mixed, tmp_path / "theirs/model.safetensors", {"format": "pt"})
+    import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    export_hugging_face(tmp_path / "ours", tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert all(value.dtype == mixed[key].dtype and torch.equal(value, mixed[key]) for key, value in again.items())
+    assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_weights_are_written_in_files_of_a_limited_size(tmp_path: Path) -> None:
     tensors = {name: torch.full((size,), float(size)) for name, size in (("a", 4), ("b", 100), ("c", 2), ("d", 2))}
     groups: list[Group] = [([(n, t.dtype, tuple(t.shape))], lambda t=t: [t]) for n, t in tensors.items()]
