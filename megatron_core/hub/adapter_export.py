@@ -120,7 +120,7 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None, verify:
             # Not rounded to the dtype of the frozen weights, which peft adds the products of adapters to.
             open_merged = partial(opened_merged, CheckpointReader(stored.folder), config)
             merged = config.with_section(TuningConfig())
-            return compare_logits(open_merged, merged, Path(base), adapter=incomplete)
+            return compare_logits(open_merged, merged, Path(base), torch.float32, adapter=incomplete)
 
 
 def _whole(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
             note(text)
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
-        difference = compare_logits(verified, config, source) if verify else 0.0
+        difference = compare_logits(verified, config, source, torch.float32) if verify else 0.0
         companions = [*vocabulary_files(source), *companion_files(source)]
         write_native(reader, config, shapes, save, dtype, companions)
     return difference
