@@ -192,6 +192,15 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
             assert torch.equal(stored[key], tensor.float())
 
 
+def test_a_mistral_file_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
+    save_model("ministral", tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mistral"}))
+    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
+    assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "ministral"
+
+
 def test_every_weight_keeps_its_dtype(tmp_path: Path) -> None:
     """Norms in float32 next to matrices in bfloat16, as after training with adapters."""
     save_model("qwen3", tmp_path / "theirs")

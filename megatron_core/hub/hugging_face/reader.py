@@ -56,7 +56,9 @@ def read_config_json(folder: Path) -> Settings:
     """The content of config.json; of a multimodal folder, that of its text model."""
     hf_config = read_json(folder / CONFIG)
     if not is_multimodal(hf_config):
-        return hf_config
+        # As transformers: files of Ministral 8B say mistral, whose layers all have a window.
+        is_ministral = hf_config.get("model_type") == "mistral" and "layer_types" in hf_config
+        return {**hf_config, "model_type": "ministral"} if is_ministral else hf_config
     with closing(TensorFiles(folder)) as files:
         return text_settings(hf_config, files.names)
 

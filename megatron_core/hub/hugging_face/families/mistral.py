@@ -9,7 +9,6 @@ from megatron_core.foreign_json import NUMBER
 from megatron_core.hub.hugging_face.rules import (
     ROPE,
     ROPE_PARAMETERS,
-    WINDOW_OF_ALL_LAYERS,
     WINDOWS,
     KeyRule,
     Settings,
@@ -56,8 +55,6 @@ def _temperature_json(config: ModelConfig) -> Settings:
     return {**keys, "rope_parameters": original | parameters | {BETA: positions.query_temperature_scale}}
 
 
-WINDOWS_OF_MISTRAL = replace(WINDOW_OF_ALL_LAYERS, read=WINDOWS.read, types=WINDOWS.types)
-"""transformers reads a ``mistral`` file with ``layer_types`` as ``ministral``; export writes them only there."""
 WINDOWS_WITH_SIZE = KeyRule(WINDOWS.read, _windows_json, WINDOWS.types)
 POSITIONS_WITH_TEMPERATURE = KeyRule(_temperature, _temperature_json, {**ROPE.types, BETA: NUMBER})
 WINDOWS_OF_THREE_IN_FOUR = replace(windows_where(lambda _, layer: layer % 4 != 0), write=_windows_json)
