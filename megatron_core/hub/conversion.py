@@ -48,8 +48,6 @@ from megatron_core.tokenizers.companions import files_to_store, stored_name
 from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
 from megatron_core.vocabularies.companions import companion_files, vocabulary_files
 
-EMBEDDING = "model.embedding.word_embeddings.weight"
-
 
 def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None = None, verify: bool = True) -> float:
     """Write the model in the folder ``source`` as iteration 0 into ``save``, one tensor in memory at a time.
@@ -65,9 +63,9 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
             note(text)
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
-        difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0
+        difference = compare_logits(verified, config, source, torch.float32) if verify else 0.0
         companions = [*vocabulary_files(source), *companion_files(source)]
-        write_native(reader, config, shapes, save, dtype or reader.dtype_of(), companions)
+        write_native(reader, config, shapes, save, dtype, companions)
     return difference
 
 
@@ -99,7 +97,7 @@ def import_megatron(
         config = RunConfig.from_flat(RunConfig().flat() | settings | dict(progress.settings if progress else {}))
         shapes = global_shapes(config, reader.state["vocab_size"])
         reader.check_complete(shapes, kinds)
-        write_native(reader, config, shapes, save, dtype or reader.dtype_of(), kinds=kinds, progress=progress)
+        write_native(reader, config, shapes, save, dtype, kinds=kinds, progress=progress)
     if progress is None:
         return "weights without optimizer state, as iteration 0"
     return f"weights and optimizer state of iteration {progress.iteration}"
@@ -122,7 +120,7 @@ def write_native(
     config: RunConfig,
     shapes: Mapping[str, tuple[int, ...]],
     save: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     companions: Sequence[Path] = (),
     *,
     kinds: Sequence[str] = (),
@@ -130,12 +128,14 @@ def write_native(
 ) -> None:
     """Write the tensors of ``shapes`` and the ``kinds`` of their optimizer state into ``save``.
 
+    ``dtype`` defaults to the stored dtype of each weight.
     ``progress`` is the position of the training; without it the result is iteration 0 of a run of ``config``.
     ``companions``: files of a tokenizer not used by ``config``, stored for a later export.
     """
     state = state_at(progress, reader.state["vocab_size"], config.flat())
     files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in companions}
-    entries = [(f"model.{name}", stored_dtype(name, dtype), shape) for name, shape in shapes.items()]
+    dtypes = {name: stored_dtype(name, dtype or reader.dtype_of(f"model.{name}")) for name in shapes}
+    entries = [(f"model.{name}", dtypes[name], shape) for name, shape in shapes.items()]
     trained = {name: shape for name, shape in shapes.items() if not name.endswith(FROZEN)}
     entries += [
         (f"optimizer.{state_kind}.{name}", torch.float32, shape)
@@ -160,7 +160,7 @@ def export_hugging_face(
 
     Low-rank adapters are merged with the frozen weights. ``average``: the moving averages instead of the weights.
 
-    ``dtype`` defaults to the dtype of the stored weights, ``model_type`` to the architecture that was imported. The
+    ``dtype`` defaults to the stored dtype of each weight, ``model_type`` to the architecture that was imported. The
     folder is created only if it is complete and, with ``verify``, computes the same logits. Sizes and hashes of the
     checkpoint's files are checked first, as in training. Returns the same as ``import_hugging_face``.
     """
@@ -170,16 +170,15 @@ def export_hugging_face(
         config = stored_config(folder_of_checkpoint)
         architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
         with _opened(stored, config, average=average) as reader:
-            stored_as = reader.dtype_of(EMBEDDING) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
             merged = config.with_section(TuningConfig())
             shapes = global_shapes(merged, reader.state["vocab_size"])
             keys = special_token_ids(config)
             _note_mtp_layers(merged, shapes)
-            write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=stored_as, extra_keys=keys)
+            write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=dtype, extra_keys=keys)
             export_tokenizer(config, tokenizer_folder(folder_of_checkpoint), incomplete)
         verified = partial(_opened, CheckpointReader(folder_of_checkpoint), config, average=average)
-        return compare_logits(verified, merged, incomplete, stored_as) if verify else 0.0
+        return compare_logits(verified, merged, incomplete, dtype) if verify else 0.0
 
 
 @contextmanager

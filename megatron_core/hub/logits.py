@@ -24,7 +24,12 @@ PROMPT_LENGTHS = (1, 7, 32)
 
 
 def compare_logits(
-    open_reader: Callable[[], Any], config: RunConfig, folder: Path, dtype: torch.dtype, *, adapter: Path | None = None
+    open_reader: Callable[[], Any],
+    config: RunConfig,
+    folder: Path,
+    dtype: torch.dtype | None,
+    *,
+    adapter: Path | None = None,
 ) -> float:
     """Compare the logits of a reader, with weights rounded to ``dtype``, with `transformers` on a Hugging Face folder.
 
@@ -68,10 +73,11 @@ def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def our_logits(reader: Any, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def our_logits(reader: Any, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``.
 
-    Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
+    ``dtype`` defaults to the stored dtype of each weight. Computed layer by layer, as stages of a pipeline, so that
+    only one layer is in memory at a time.
     """
     parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
     last_layer = config.model.num_layers - 1
@@ -87,8 +93,8 @@ def our_logits(reader: Any, config: RunConfig, prompts: list[Tensor], dtype: tor
             post_process=layer == last_layer,
         ).eval()
         reader.fill(parameter_pieces(stage.named_global_parameters()))
-        for name, parameter in stage.named_parameters():
-            parameter.copy_(parameter.to(stored_dtype(name, dtype)))
+        for name, parameter in stage.named_global_parameters():
+            parameter.copy_(parameter.to(stored_dtype(name, dtype or reader.dtype_of(f"model.{name}"))))
         inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
         hidden = []
         for prompt, x in zip(prompts, inputs, strict=True):

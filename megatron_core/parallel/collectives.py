@@ -253,11 +253,14 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, forward_op, backward_op):
         ctx.group = group
+        ctx.forward_op = forward_op
         ctx.backward_op = backward_op
         return forward_op(x, group)
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # create_graph=True: collectives are linear, so this is the adjoint of the adjoint
+            return _Pair.apply(grad, ctx.group, ctx.backward_op, ctx.forward_op), None, None, None
         return ctx.backward_op(grad, ctx.group), None, None, None
 
 

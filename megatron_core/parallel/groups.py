@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -42,6 +44,15 @@ class LocalGroup:
         return self.index
 
 
+def refuse_copy(group: dist.ProcessGroup) -> NoReturn:
+    """``TypeError``: copied parameters lose their ``ShardSpec``, so copies of parallel layers would train wrongly."""
+    raise TypeError(
+        "modules with parallel layers cannot be copied or pickled, because of their process groups; build a second "
+        "module, and load the state_dict of the first one"
+    )
+
+
+copyreg.pickle(dist.ProcessGroup, refuse_copy)
 Group = dist.ProcessGroup | LocalGroup
 Ranks = tuple[int, ...]
 

@@ -34,11 +34,11 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Logits ``[..., v/tp]`` and targets ``[...]`` (global ids) -> losses ``[...]``, float32 or wider.
 
-    Columns at or beyond ``vocab_size`` are padding and take no part in the softmax. With ``label_smoothing`` e the
-    target distribution is (1 - e) at the target plus e / V everywhere (Szegedy et al. 2016, section 7).
-    ``overwrite_logits``: backward writes the gradient into the memory of the logits, which must not be read again.
-    The logits of a rank are ``num_parts`` parts of the vocabulary with a sum of exponentials each. ``LayoutError`` if
-    the shapes do not match.
+    Columns from ``vocab_size`` on are padding, outside the softmax. With ``label_smoothing`` e the target distribution
+    is (1 - e) at the target plus e / V everywhere (Szegedy et al. 2016, section 7). ``overwrite_logits``: backward
+    writes the gradient into the logits, which must not be read again. The logits of a rank are ``num_parts`` parts of
+    the vocabulary with a sum of exponentials each. ``LayoutError``: shapes do not match. The loss of a target such as
+    -100 is not 0 (as in Megatron Core): mask it.
     """
     # Logits are the largest tensor of a model: they stay split over the ranks and in their own dtype, and with
     # ``overwrite_logits`` their gradient takes no memory. A second backward is then an error.

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
 from megatron_core.ops.operator import define, quick_apply
-from megatron_core.parallel.collectives import start_gather_sequence
+from megatron_core.parallel.collectives import (
+    copy_to_region,
+    gather_from_sequence,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+    start_gather_sequence,
+)
 from megatron_core.parallel.compiled import group_named
 from megatron_core.parallel.groups import process_group
 from megatron_core.parallel.handles import Done, Handle
@@ -128,13 +134,30 @@ class _ParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x, grad_weight = _input_and_weight_grads(
-            ctx.weight, grad_y, x, ctx.comm, needs_x, needs_weight, ctx.products, ctx.saved_by_products
-        )
+        if torch.is_grad_enabled():
+            grad_x, grad_weight = _differentiable_grads(ctx, x, grad_y)
+        else:
+            grad_x, grad_weight = _input_and_weight_grads(
+                ctx.weight, grad_y, x, ctx.comm, needs_x, needs_weight, ctx.products, ctx.saved_by_products
+            )
         return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
 
 
 _apply_linear = quick_apply(_ParallelLinear)
+
+
+def _differentiable_grads(ctx: Any, x: Tensor, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients for ``create_graph=True``, from a second forward of which autograd records every step."""
+    if ctx.products is not PLAIN_PRODUCTS:
+        raise NotImplementedError("second derivatives of linear layers need products in the precision of the tensors")
+    comm = ctx.comm
+    whole_x = gather_from_sequence(x, comm.group) if comm.gather_sequence else x
+    y = linear(copy_to_region(whole_x, comm.group) if comm.reduce_input_grad else whole_x, ctx.weight, None)
+    y = reduce_scatter_to_sequence(y, comm.group) if comm.scatter_sequence else y
+    y = reduce_from_region(y, comm.group) if comm.reduce_output else y
+    needed = [tensor for tensor, is_needed in zip((x, ctx.weight), ctx.needs_input_grad, strict=False) if is_needed]
+    grads = dict(zip(map(id, needed), torch.autograd.grad(y, needed, grad_y, create_graph=True), strict=True))
+    return grads.get(id(x)), grads.get(id(ctx.weight))
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm) -> Tensor:

@@ -14,7 +14,7 @@ from megatron_core.vocabularies.hugging_face import END_OF_TURN, generation_ends
 class SentencePieceTokenizer(BaseTokenizer):
     """A SentencePiece `.model` file; its end-of-sentence id ends a document.
 
-    add_bos: put the model's begin-of-sentence id before every text, as Megatron's Llama2Tokenizer does. `turn_ends` are
+    add_bos: put the model's begin-of-sentence id before every text, as `llama2_tokenizer` does. `turn_ends` are
     further ids that end a generated text, as in `HuggingFaceTokenizer`.
     """
 
@@ -88,5 +88,5 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def llama2_tokenizer(path: str | Path) -> SentencePieceTokenizer:
-    """A SentencePiece model whose texts begin with its `bos`, as in Megatron-LM's `Llama2Tokenizer`."""
+    """A SentencePiece model whose texts begin with its `bos`, as in Megatron-LM's `Llama2Tokenizer` before 0.16."""
     return SentencePieceTokenizer(path, add_bos=True)

@@ -562,6 +562,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt, another scale": ("Mpt", MPT | {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
+    "gpt_neox, interpolated": ("GPTNeoX", NEOX | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
 RECURRENT = (

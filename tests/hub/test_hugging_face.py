@@ -64,6 +64,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+    model_types = {
+        transformers.AutoConfig.from_pretrained(tmp_path / folder).model_type for folder in ("theirs", "again")
+    }
+    assert len(model_types) == 1, "transformers reads the exported config.json as another architecture"
 
 
 def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
@@ -186,6 +190,28 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
     for path in (tmp_path / "theirs").glob("*.safetensors"):
         for key, tensor in load_file(path).items():
             assert torch.equal(stored[key], tensor.float())
+
+
+def test_a_mistral_file_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
+    save_model("ministral", tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mistral"}))
+    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
+    assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "ministral"
+
+
+def test_every_weight_keeps_its_dtype(tmp_path: Path) -> None:
+    """Norms in float32 next to matrices in bfloat16, as after training with adapters."""
+    save_model("qwen3", tmp_path / "theirs")
+    stored = load_file(tmp_path / "theirs/model.safetensors")
+    mixed = {key: value if "norm" in key else value.bfloat16() for key, value in stored.items()}
+    save_file(mixed, tmp_path / "theirs/model.safetensors", {"format": "pt"})
+    import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+    export_hugging_face(tmp_path / "ours", tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert all(value.dtype == mixed[key].dtype and torch.equal(value, mixed[key]) for key, value in again.items())
+    assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_weights_are_written_in_files_of_a_limited_size(tmp_path: Path) -> None:

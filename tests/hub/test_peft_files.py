@@ -67,6 +67,16 @@ def test_merged_weights_compute_what_peft_computes(kind: str, tmp_path: Path) ->
     torch.testing.assert_close(_logits(_loaded(tmp_path / "merged")), expected, rtol=0.0, atol=1e-5)
 
 
+def test_merged_weights_have_the_dtype_of_the_base(tmp_path: Path) -> None:
+    """Export compares logits of the merged weights after rounding them to bfloat16, as they are written."""
+    _adapter("llama", {"target_modules": ["q_proj", "v_proj"], "r": 4}, tmp_path)
+    weights = tmp_path / "base/model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "run")))
+    assert export_hugging_face(tmp_path / "run", tmp_path / "merged") < 2e-6
+    assert {value.dtype for value in load_file(tmp_path / "merged/model.safetensors").values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("initial", ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga"])
 def test_adapters_of_other_frozen_weights_are_refused(initial: str, tmp_path: Path) -> None:
     _adapter("llama", {"target_modules": ["q_proj"]}, tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_core import parallel_state
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.verify.ranks import run_ranks
 
 SHAPES = [(3,), (2, 3), (2, 3, 2), (2, 1, 3, 2)]  # without the channels
 STEP = 1e-6
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def _random(*shape: int, seed: int, strided: bool = False) -> Tensor:
@@ -86,3 +90,46 @@ def _check_split_linear() -> None:
 
 def test_split_linear() -> None:  # C22 C55
     run_ranks(2, _check_split_linear)
+
+
+def _penalty(x: Tensor, weights: list[Tensor], hidden: Product, output: Product) -> Tensor:
+    """The squared gradient of a small network's squared output, as in a gradient penalty."""
+    y = output(hidden(x, weights[0]).tanh(), weights[1])
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def _check_second_derivatives() -> None:
+    """A column-parallel and a row-parallel layer, also with a split sequence, against two whole products."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    whole = [_random(8, 3, seed=1).requires_grad_(), _random(5, 8, seed=2).requires_grad_()]
+    whole_x = _random(4, 2, 3, seed=3).requires_grad_()
+    _penalty(whole_x, whole, F.linear, F.linear).backward()
+    for sequence in (False, True):
+        column = LinearComm(group, gather_sequence=sequence, reduce_input_grad=not sequence)
+        row = LinearComm(group, scatter_sequence=sequence, reduce_output=not sequence)
+        weights = [whole[0].detach().chunk(2)[rank], whole[1].detach().chunk(2, 1)[rank]]
+        weights = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        x = (whole_x.detach().chunk(2)[rank] if sequence else whole_x.detach()).clone().requires_grad_()
+        layers = [partial(parallel_linear, bias=None, comm=comm) for comm in (column, row)]
+        _penalty(x, weights, *layers).backward()
+        expected = whole[0].grad.chunk(2)[rank], whole[1].grad.chunk(2, 1)[rank]
+        for weight, grad in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight.grad, grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(x.grad, whole_x.grad.chunk(2)[rank] if sequence else whole_x.grad)
+
+
+def test_second_derivatives_of_split_linear_layers() -> None:  # C55
+    run_ranks(2, _check_second_derivatives)
+
+
+def _check_copies() -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    layer = ColumnParallelLinear(4, 4)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(layer)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_copy_that_would_lose_the_split_is_refused(backend: str) -> None:
+    run_ranks(2, _check_copies, backend=backend)

@@ -5,6 +5,7 @@ computed in rank order, half precision in float32, and have the same bits on eve
 scatter, other reductions and dtypes) run over gloo, which connects on first use.
 """
 
+import copyreg
 import ctypes
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from megatron_core.cpu_ranks.filled_work import spread
 from megatron_core.cpu_ranks.shared_memory.host import Host, exchange_numbers, shared_memory_library
 from megatron_core.cpu_ranks.shared_memory.messages import IncomingMessages
 from megatron_core.cpu_ranks.shared_memory.work import KINDS, Finished, GroupProcesses, LostRankError, Pending
+from megatron_core.parallel.groups import refuse_copy
 
 BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(6)
 NO_ENTRY = -1
@@ -327,3 +329,6 @@ def _check_size(flat: Tensor, numel: int, piece: Tensor) -> None:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+copyreg.pickle(SharedMemoryGroup, refuse_copy)

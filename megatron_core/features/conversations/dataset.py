@@ -17,6 +17,7 @@ from megatron_core.features.conversations.message_keys import VARIABLES, templat
 from megatron_core.features.conversations.packing import first_fit
 from megatron_core.features.conversations.schemas import Line, keys_of, messages_of
 from megatron_core.features.conversations.tool_calls import tools_of
+from megatron_core.text_file import without_duplicates
 
 OTHER_FORMATS = {
     b"[": ("a JSON array", "jq -c '.[]' {old} > {new}"),
@@ -72,9 +73,9 @@ class ConversationFile:
             file.seek(self._begins[line])
             text = file.readline()
         try:
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=without_duplicates)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"is not JSON ({error}); correct or remove the line") from None
+            raise DataError(f"cannot be read as JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
             raise DataError(f"is a {type(content).__name__}, expected an object with messages")
         conversations = self.parsed(content)

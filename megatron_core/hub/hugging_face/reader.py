@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import reduce
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def read_config_json(folder: Path) -> Settings:
     """The content of config.json; of a multimodal folder, that of its text model."""
     hf_config = read_json(folder / CONFIG)
     if not is_multimodal(hf_config):
-        return hf_config
+        # As transformers: files of Ministral 8B say mistral, whose layers all have a window.
+        is_ministral = hf_config.get("model_type") == "mistral" and "layer_types" in hf_config
+        return {**hf_config, "model_type": "ministral"} if is_ministral else hf_config
     with closing(TensorFiles(folder)) as files:
         return text_settings(hf_config, files.names)
 
@@ -82,6 +85,8 @@ class HuggingFaceReader(StateReader):
         }
         self._sources: dict[tuple[str, tuple[int, ...]], TensorSource] = {}
         """Sources of our tensors, by name and shape, after the stored shapes and dtypes were checked."""
+        self._dtypes: dict[str, torch.dtype] = {}
+        """The dtype of our tensor, by name: the widest one of its stored tensors."""
         self._files = files_of(
             self.folder,
             self.hf_config,
@@ -113,14 +118,9 @@ class HuggingFaceReader(StateReader):
             for stored, index, ours in source.parts(self.model, piece.global_shape, piece.box):
                 piece.memory[ours.within(piece.box)] = self._read(stored, index, source).to(piece.memory)
 
-    def dtype_of(self, name: str = EMBEDDING) -> torch.dtype:
-        """The dtype of the stored weights, taken from the embedding."""
-        return self._files.dtype(self._needed(self.architecture.source(EMBEDDING).names[0]))
-
-    @property
-    def compared_dtype(self) -> torch.dtype:
-        """The dtype in which values are compared with transformers: float32 for FP8 with scales."""
-        return torch.float32 if isinstance(self._files, Fp8BlockFiles) else self.dtype_of()
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a stored weight; in files with FP8, that of the embedding."""
+        return self._dtypes[EMBEDDING if isinstance(self._files, Fp8BlockFiles) else name.removeprefix("model.")]
 
     def _check_sizes(self) -> None:
         """Compare the sizes in config.json with the files before building a model description of these sizes."""
@@ -212,19 +212,21 @@ class HuggingFaceReader(StateReader):
         """The source of our tensor; its stored shapes and dtypes are checked once."""
         if (name, shape) not in self._sources:
             source = self.architecture.source(name)
-            for stored, wanted in source.stored_shapes(self.model, shape).items():
-                self._check_shape(stored, wanted)
+            stored_shapes = source.stored_shapes(self.model, shape)
+            dtypes = [self._check_shape(stored, wanted) for stored, wanted in stored_shapes.items()]
+            self._dtypes[name] = reduce(torch.promote_types, dtypes)
             self._sources[name, shape] = source
         return self._sources[name, shape]
 
-    def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+    def _check_shape(self, name: str, wanted: tuple[int, ...]) -> torch.dtype:
+        """The dtype of a stored tensor. Errors: ``CheckpointError`` for another shape."""
         stored = self._needed(name)
         shape = self._files.shape(stored)
         if shape != wanted:
             raise CheckpointError(
                 f"{self.folder}: {name} has the shape {list(shape)}, {CONFIG} asks for {list(wanted)}"
             )
-        self._files.dtype(stored)
+        return self._files.dtype(stored)
 
     def _read(self, name: str, index: Index, source: TensorSource) -> Tensor:
         return source.turned(self._files.read(self._needed(name), source.turned_index(index)))

@@ -249,7 +249,7 @@ WINDOWS = KeyRule(_window_settings, _window_json, {"sliding_window": LENGTH_OR_Z
 """``sliding_window`` in the layers that ``layer_types`` names, by default in all."""
 WINDOW_OF_ALL_LAYERS = KeyRule(
     read=lambda hf_config: _window_settings({**hf_config, "layer_types": None}),
-    write=_window_json,
+    write=lambda config: {"sliding_window": _window_json(config)["sliding_window"]},
     types={"sliding_window": LENGTH_OR_ZERO},
 )
 """``sliding_window`` in all layers, for architectures that do not read ``layer_types``."""
@@ -312,7 +312,7 @@ def norms_of_each_head(key: str) -> KeyRule:
 
 
 GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
-"""Name of GELU -> whether it is the approximation by tanh; export writes the first name of each."""
+"""Name of GELU -> whether it is the approximation by tanh; export writes the architecture's name, or the first one."""
 
 
 def gelu(key: str, default: str) -> KeyRule:
@@ -325,7 +325,7 @@ def gelu(key: str, default: str) -> KeyRule:
         return {"openai_gelu": GELU[name]}
 
     def write(config: ModelConfig) -> Settings:
-        return {key: next(name for name, approximate in GELU.items() if approximate == config.openai_gelu)}
+        return {key: next(name for name in (default, *GELU) if GELU[name] == config.openai_gelu)}
 
     return KeyRule(read, write, {key: STRING})
 

@@ -15,7 +15,7 @@ from megatron_core.checkpoint.writer import Entry, write_safetensors
 from megatron_core.config import ModelConfig
 from megatron_core.hub.hugging_face.architecture import Architecture
 from megatron_core.hub.hugging_face.files import INDEX, WEIGHTS
-from megatron_core.hub.hugging_face.reader import CONFIG
+from megatron_core.hub.hugging_face.reader import CONFIG, EMBEDDING
 from megatron_core.parallel.boxes import Box
 
 MTP_PREFIX = "mtp."
@@ -37,6 +37,10 @@ class Weights(Protocol):
         """Copy the values into the memory of each box."""
         ...
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The stored dtype of a weight."""
+        ...
+
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which our weight ``name`` is stored: ``dtype``, but at least float32 for the routers' expert biases.
@@ -53,25 +57,27 @@ def write_hugging_face(
     model: ModelConfig,
     shapes: Shapes,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     extra_keys: Mapping[str, Any],
 ) -> None:
     """Write config.json and the weights of ``reader`` into ``folder``.
 
     ``shapes`` are the global shapes of all weights by name. ``extra_keys`` are keys of config.json that do not follow
-    from the model's settings. ``dtype``: see ``stored_dtype``.
+    from the model's settings. ``dtype``: see ``stored_dtype``; by default that of each stored weight.
     """
     names = [name for name in shapes if not name.startswith(MTP_PREFIX)]  # used in training only
-    weights_keys = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
+    dtypes = {name: stored_dtype(name, dtype or reader.dtype_of(f"model.{name}")) for name in names}
+    main_dtype = dtype or dtypes[EMBEDDING]
+    weights_keys = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(main_dtype).removeprefix("torch.")}
     extra = {key: value for key, value in extra_keys.items() if value is not None or key not in architecture.not_null}
     groups = list[Group]()
     for name in sorted(names, key=_natural):
         stored = architecture.source(name).stored_shapes(model, shapes[name])
-        entries = [(key, stored_dtype(name, dtype), size) for key, size in stored.items()]
-        groups.append((entries, partial(stored_tensors, reader, architecture, model, name, shapes[name], dtype)))
+        entries = [(key, dtypes[name], size) for key, size in stored.items()]
+        groups.append((entries, partial(stored_tensors, reader, architecture, model, name, shapes[name], dtypes[name])))
     constants = architecture.constants(model)
-    values = [torch.tensor(value, dtype=dtype) for value in constants.values()]
-    groups.append(([(key, dtype, ()) for key in constants], lambda: values))
+    values = [torch.tensor(value, dtype=main_dtype) for value in constants.values()]
+    groups.append(([(key, main_dtype, ()) for key in constants], lambda: values))
     write_weights(folder, groups)
     _write_json(folder / CONFIG, {**extra, **weights_keys, **architecture.config_json(model)})
 

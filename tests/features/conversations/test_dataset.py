@@ -136,7 +136,8 @@ BROKEN = {
     '{"conversations": [{"value": "x"}]}': "from must be a string",
     '{"foo": 1}': "cannot infer the schema",
     "1": "is a int, expected an object",
-    "{x": "is not JSON",
+    "{x": "cannot be read as JSON",
+    '{"messages": [{"role": "user", "content": "a", "content": "b"}]}': "content occurs twice; remove one",
     "": "is empty; --sft and --dpo need JSON Lines",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",
 }
