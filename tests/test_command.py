@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.command import INTERRUPTED, run_tool
+from megatron_core.command import INTERRUPTED
+from megatron_core.commands.run_tool import run_tool
 from megatron_core.commands.start import status_of
 from megatron_core.errors import DataError
 
@@ -50,7 +51,8 @@ def test_faults_of_our_own_keep_their_traceback() -> None:
 def test_ctrl_c_while_a_program_ends() -> None:
     code = """
 import atexit, os, signal, time
-from megatron_core.command import end_on_interrupt, run_tool
+from megatron_core.command import end_on_interrupt
+from megatron_core.commands.run_tool import run_tool
 atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
 end_on_interrupt()
 run_tool("name", lambda: print("done"))
@@ -89,7 +91,7 @@ def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.
 @pytest.mark.parametrize(("to", "said"), [("/dev/full", "name: [Errno 28]"), ("closed", "")])
 def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
     """Also if Python itself flushes it, at the end."""
-    code = "from megatron_core.command import run_tool; run_tool('name', lambda: print('x' * 10000))"
+    code = "from megatron_core.commands.run_tool import run_tool; run_tool('name', lambda: print('x' * 10000))"
     head = "exec 3>&1; { " + f'{sys.executable} -c "{code}"; echo status $? >&3; }} '
     script = head + ("> /dev/full" if to == "/dev/full" else "| true")
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
@@ -98,12 +100,15 @@ def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
 
 
 def test_names_that_are_no_utf_8_can_be_printed() -> None:
-    code = "from megatron_core.command import run_tool; run_tool('name', lambda: print(chr(0xdcff)))"
+    code = "from megatron_core.commands.run_tool import run_tool; run_tool('name', lambda: print(chr(0xdcff)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\udcff\n", "")
 
 
 def test_streams_that_are_closed_from_the_start() -> None:
-    code = "import sys; from megatron_core.command import run_tool; run_tool('name', lambda: sys.stdout.write('x') - 1)"
+    code = (
+        "import sys; from megatron_core.commands.run_tool import run_tool; "
+        "run_tool('name', lambda: sys.stdout.write('x') - 1)"
+    )
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" >&-'], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

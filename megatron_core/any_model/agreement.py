@@ -245,7 +245,11 @@ class AgreeingDataParallel(DataParallel):
         for stage, module in stages.items():
             for number, name in name_units(module, self._units[stage], has_rest=self._has_rest):
                 named[stage, number] = f"{name} of stage {stage}" if several else name
-        return Agreement(self.groups.make_control_group(), sums, named, self.settings.zero_stage)
+        # A communicator of its own: announcements must not wait for, or be mistaken for, collectives of the training.
+        # NCCL has no CPU tensors, and a kernel for a few bytes would wait behind the computation in its stream.
+        backend = "gloo" if dist.get_backend() == "nccl" else None
+        (control,) = self.groups.make_neighbour_groups("dp-cp", [sums.size()], backend).values()
+        return Agreement(control, sums, named, self.settings.zero_stage)
 
     def keep_hooks_out_of_graphs(self) -> None:
         """Let a later ``torch.compile`` of the module call the hooks of units instead of tracing their collectives."""

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_core.command import end_on_interrupt, program, run_tool
+from megatron_core.command import end_on_interrupt, program
+from megatron_core.commands.run_tool import run_tool
 from megatron_core.errors import MegatronError
 from megatron_core.launcher import read_launcher
 from megatron_core.terminal import PRINT_COMPLETION, parse_flags

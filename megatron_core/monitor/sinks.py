@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from megatron_core.command import discard
 from megatron_core.config import RunConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.monitor.events import ExpertLoad, Sink, StepEvent, ValidationEvent
 from megatron_core.output_file import Kind, is_still_at, json_lines, make_folder, no_follow, refuse_other_file
+from megatron_core.terminal import discard
 
 
 class LenientSink:

@@ -166,25 +166,10 @@ class ParallelGroups:
         """The ranks that hold the same shard in different instances."""
         return self._sharded(axes)[1]
 
-    def make_control_group(self) -> Group:
-        """Create another group of the ranks in ``shard_group("dp-cp")``, for short messages in CPU memory.
-
-        All ranks of the job call it together.
-        """
-        # A communicator of its own: control messages must not wait for, or be mistaken for, collectives of the
-        # training.
-        self._made.clear()
-        size = len(self.ranks("dp-cp")) // self._instances
-        # NCCL has no CPU tensors, and a kernel for a few bytes would wait behind the computation in its stream.
-        on_gpus = self._is_distributed and dist.get_backend() == "nccl"
-        group = self._own_group("dp-cp", partial(_neighbours, size=size), backend="gloo" if on_gpus else None)
-        assert group is not None, "every rank belongs to one group of neighbours"
-        return group
-
-    def make_neighbour_groups(self, axes: str, sizes: Iterable[int]) -> dict[int, Group]:
+    def make_neighbour_groups(self, axes: str, sizes: Iterable[int], backend: str | None = None) -> dict[int, Group]:
         """Create this rank's groups of neighbours over ``axes``, by size; all ranks of the job call it together."""
         self._made.clear()
-        groups = {size: self._own_group(axes, partial(_neighbours, size=size)) for size in sizes}
+        groups = {size: self._own_group(axes, partial(_neighbours, size=size), backend=backend) for size in sizes}
         return {size: group for size, group in groups.items() if group is not None}
 
     def _sharded(self, axes: str) -> tuple[Group, Group]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,7 +173,7 @@ class MicroBatch(SequenceDetails):
         """Cut a loader's batch of whole sequences by ``split`` and move it to ``device``; ``later`` is the number of
         additional tokens to predict."""
         length = batch["tokens"].shape[1]
-        entries = {
+        entries: dict[str, Any] = {
             name: to_device(split.local(batch[name]), device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
             if name in batch

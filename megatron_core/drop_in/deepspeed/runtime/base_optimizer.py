@@ -115,10 +115,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """
         sharded = self._engine._sharded
         shards = [tensor.clone() for tensor in self._shards()]
-        pieces = sharded.pieces if isinstance(sharded, TorchOptimizer) else ()
+        by_class: list[Any] = []
+        if isinstance(sharded, TorchOptimizer):
+            by_class = [copy.deepcopy(sharded.caller.state[piece.weights]) for piece in sharded.pieces]
         return {
             "shards": shards,
-            "by_class": [copy.deepcopy(sharded.caller.state[piece.weights]) for piece in pieces],
+            "by_class": by_class,
             "param_groups": [{name: group[name] for name in group if name != "params"} for group in self.param_groups],
             "steps_taken": sharded.steps_taken,
             "loss_scale": sharded.loss_scale.state_dict(),
