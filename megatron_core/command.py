@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from megatron_core.terminal import protect_terminal
 
@@ -20,30 +19,14 @@ def program() -> str:
     return Path(sys.argv[0]).stem
 
 
-def end_on_interrupt() -> None:
-    """Until ``begin_program``, let Ctrl-C and libraries that cannot be loaded end the process without a traceback."""
-    sys.excepthook = _say_what_is_missing
-    _end_at_once()
-
-
-def _end_at_once() -> None:
+def end_at_once() -> None:
+    """Let Ctrl-C end the process without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # SIGINT may be ignored, as under nohup
         signal.signal(signal.SIGINT, _end)
 
 
 def _end(number: int, frame: object) -> None:
     os._exit(INTERRUPTED)
-
-
-def _say_what_is_missing(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(error_type, ImportError | MemoryError | OSError | SystemError):
-        sys.__excepthook__(error_type, error, trace)
-        return
-    print(
-        f"{program()}: a library cannot be loaded: {str(error) or error_type.__name__}; install it, or "
-        "allow more memory (ulimit -v): torch takes about 1 GiB",
-        file=sys.stderr,
-    )
 
 
 def begin_program() -> None:
@@ -56,4 +39,4 @@ def begin_program() -> None:
     protect_terminal()
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit.register(_end_at_once)  # before torch's exit handlers, in which Ctrl-C would print a traceback
+        atexit.register(end_at_once)  # before torch's exit handlers, in which Ctrl-C would print a traceback

@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from megatron_core.command import INTERRUPTED
-from megatron_core.commands.run_tool import run_tool
-from megatron_core.commands.start import status_of
+from megatron_core.commands.start import run_tool, status_of
 from megatron_core.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_ctrl_c_while_a_program_imports() -> None:
-    code = "import time; from megatron_core.command import end_on_interrupt; end_on_interrupt(); print(1, flush=True)"
+    code = (
+        "import time; from megatron_core.commands.start import end_on_interrupt; "
+        "end_on_interrupt(); print(1, flush=True)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", f"{code}; time.sleep(60)"],
         cwd=ROOT,
@@ -35,7 +37,7 @@ def test_ctrl_c_while_a_program_imports() -> None:
 
 @pytest.mark.parametrize("error", ["ImportError('libx.so: cannot map')", "MemoryError()", "SystemError('NULL')"])
 def test_a_library_that_cannot_be_loaded_is_one_sentence(error: str) -> None:
-    code = f"from megatron_core.command import end_on_interrupt; end_on_interrupt(); raise {error}"
+    code = f"from megatron_core.commands.start import end_on_interrupt; end_on_interrupt(); raise {error}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "a library cannot be loaded" in done.stderr and "ulimit -v" in done.stderr
@@ -43,7 +45,8 @@ def test_a_library_that_cannot_be_loaded_is_one_sentence(error: str) -> None:
 
 def test_faults_of_our_own_keep_their_traceback() -> None:
     for begin, error in (("", "ValueError(1)"), ("begin_program(); ", "ImportError('x')")):
-        code = "from megatron_core.command import begin_program, end_on_interrupt; end_on_interrupt(); "
+        code = "from megatron_core.command import begin_program; "
+        code += "from megatron_core.commands.start import end_on_interrupt; end_on_interrupt(); "
         done = subprocess.run([sys.executable, "-c", f"{code}{begin}raise {error}"], cwd=ROOT, stderr=subprocess.PIPE)
         assert done.returncode == 1 and b"Traceback" in done.stderr
 
@@ -51,8 +54,7 @@ def test_faults_of_our_own_keep_their_traceback() -> None:
 def test_ctrl_c_while_a_program_ends() -> None:
     code = """
 import atexit, os, signal, time
-from megatron_core.command import end_on_interrupt
-from megatron_core.commands.run_tool import run_tool
+from megatron_core.commands.start import end_on_interrupt, run_tool
 atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
 end_on_interrupt()
 run_tool("name", lambda: print("done"))
@@ -82,7 +84,7 @@ def _raise(error: BaseException) -> Callable[[], int]:
     ],
 )
 def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_core.command.discard", lambda stream: None)  # belongs to pytest
+    monkeypatch.setattr("megatron_core.commands.start.discard", lambda stream: None)  # belongs to pytest
     with pytest.raises(SystemExit) as end:
         run_tool("name", tool)
     assert end.value.code == code
@@ -91,7 +93,7 @@ def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.
 @pytest.mark.parametrize(("to", "said"), [("/dev/full", "name: [Errno 28]"), ("closed", "")])
 def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
     """Also if Python itself flushes it, at the end."""
-    code = "from megatron_core.commands.run_tool import run_tool; run_tool('name', lambda: print('x' * 10000))"
+    code = "from megatron_core.commands.start import run_tool; run_tool('name', lambda: print('x' * 10000))"
     head = "exec 3>&1; { " + f'{sys.executable} -c "{code}"; echo status $? >&3; }} '
     script = head + ("> /dev/full" if to == "/dev/full" else "| true")
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
@@ -100,14 +102,14 @@ def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
 
 
 def test_names_that_are_no_utf_8_can_be_printed() -> None:
-    code = "from megatron_core.commands.run_tool import run_tool; run_tool('name', lambda: print(chr(0xdcff)))"
+    code = "from megatron_core.commands.start import run_tool; run_tool('name', lambda: print(chr(0xdcff)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\udcff\n", "")
 
 
 def test_streams_that_are_closed_from_the_start() -> None:
     code = (
-        "import sys; from megatron_core.commands.run_tool import run_tool; "
+        "import sys; from megatron_core.commands.start import run_tool; "
         "run_tool('name', lambda: sys.stdout.write('x') - 1)"
     )
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" >&-'], cwd=ROOT, capture_output=True, text=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing
 
-from megatron_core.commands.run_tool import run_tool
+from megatron_core.commands.start import run_tool
 from megatron_core.config.flags import command_line
 from megatron_core.config.run import aliases, section_types
 from megatron_core.features.megatron_flags import tables as megatron_flags

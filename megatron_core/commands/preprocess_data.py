@@ -21,7 +21,7 @@ from typing import NoReturn
 import tyro
 
 from megatron_core.command import program
-from megatron_core.commands.run_tool import run_tool
+from megatron_core.commands.start import run_tool
 from megatron_core.errors import ConfigError
 from megatron_core.preprocess import PreprocessSettings, preprocess
 from megatron_core.terminal import parse_flags

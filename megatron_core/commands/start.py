@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_core.command import end_on_interrupt, program
-from megatron_core.commands.run_tool import run_tool
-from megatron_core.errors import MegatronError
+from megatron_core.command import INTERRUPTED, begin_program, end_at_once, program
+from megatron_core.errors import MegatronError, visible
 from megatron_core.launcher import read_launcher
-from megatron_core.terminal import PRINT_COMPLETION, parse_flags
+from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
 if TYPE_CHECKING:
     from megatron_core.parallel import World
@@ -123,3 +123,40 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
         environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; torchrun sets it, too
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -X, -W, ..., as multiprocessing does
     os.execve(sys.executable, [sys.executable, *options, *starter, *words[:position], *further_words], environment)
+
+
+def end_on_interrupt() -> None:
+    """Until ``begin_program``, let Ctrl-C and libraries that cannot be loaded end the process without a traceback."""
+    sys.excepthook = _say_what_is_missing
+    end_at_once()
+
+
+def _say_what_is_missing(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(error_type, ImportError | MemoryError | OSError | SystemError):
+        sys.__excepthook__(error_type, error, trace)
+        return
+    print(
+        f"{program()}: a library cannot be loaded: {str(error) or error_type.__name__}; install it, or "
+        "allow more memory (ulimit -v): torch takes about 1 GiB",
+        file=sys.stderr,
+    )
+
+
+def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = "") -> NoReturn:
+    """Run a tool and exit with its return value; with 1 and one line for an error that the user can fix; or, after
+    Ctrl-C, with ``INTERRUPTED`` and the text ``interrupted``."""
+    begin_program()
+    try:
+        status = tool()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if interrupted:
+            print(f"{name}: {interrupted}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except MemoryError:
+        sys.exit(f"{name}: out of memory; use smaller sizes, or a machine with more memory")
+    except (MegatronError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # otherwise Python would try to flush it again
+            discard(sys.stdout)
+        sys.exit(1 if isinstance(error, BrokenPipeError) else visible(f"{name}: {error}"))
+    sys.exit(status)

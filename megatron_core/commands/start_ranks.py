@@ -18,9 +18,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_core.command import end_on_interrupt, program
-from megatron_core.commands.run_tool import run_tool
-from megatron_core.commands.start import command_name
+from megatron_core.command import program
+from megatron_core.commands.start import command_name, end_on_interrupt, run_tool
 from megatron_core.parallel.exit_status import RESTART
 
 GRACE_SECONDS = 30

@@ -91,6 +91,19 @@ def connect(world: World, timeout: timedelta) -> dist.Store:
         raise LayoutError(f"rendezvous at {address}:{port} failed: {way_out} ({first})") from None
 
 
+def connect_to_running_job(world: World, timeout: timedelta) -> dist.Store:
+    """Connect to the store of a running job, in the place of a rank that was lost; ``LayoutError`` if there is none."""
+    if world.rank == 0:
+        raise LayoutError("RANK=0 cannot join a running job, whose store ended with it; restart the job")
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return dist.PrefixStore(store.get("attempt").decode(), store)
+    except (dist.DistError, ValueError, OSError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        first = str(error).splitlines()[0][:300]
+        raise LayoutError(f"no running job answers at MASTER_ADDR:MASTER_PORT={where} ({first})") from None
+
+
 def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Store:
     """A view of ``store`` without keys of earlier attempts: torchrun's store outlives the ranks it restarts.
 

@@ -27,20 +27,13 @@ from megatron_core.errors import MegatronError, RestartNeeded
 from megatron_core.features.outer_steps.settings import OuterConfig
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, exit_explanation
-from megatron_core.parallel.launch import connect, join
+from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.texts import listed
 from megatron_core.resilience.faults import die_in_recovery
 from megatron_core.resilience.gpu_groups import obstacle_to_reuse, prepare_gpu, replace_process
 from megatron_core.resilience.processes.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.resilience.processes.monitor import Monitor
-from megatron_core.resilience.processes.rendezvous import (
-    LOST_STATE,
-    Failure,
-    Members,
-    Rendezvous,
-    connect_to_running_job,
-    connection,
-)
+from megatron_core.resilience.processes.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
 from megatron_core.resilience.processes.supervisor import Supervisor
 from megatron_core.resilience.recovery_choice import choice_of, describe_recovery, with_groups
 from megatron_core.resilience.settings import RecoveryConfig

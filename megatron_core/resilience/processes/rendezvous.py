@@ -7,19 +7,15 @@ set of process groups. Ranks here are those of the launcher. Every function retu
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.errors import LayoutError
 from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.texts import listed
-from megatron_core.parallel.world import World
 from megatron_core.resilience.processes.memory import Copy
 
 NO_STATE, LOST_STATE = -1, -2
@@ -324,16 +320,3 @@ class Rendezvous:
     def _first(self, key: str, value: str) -> str:
         """Set ``key`` unless it is set; returns its value."""
         return self._store.compare_set(key, "", value).decode()
-
-
-def connect_to_running_job(world: World, timeout: timedelta) -> dist.Store:
-    """Connect to the store of a running job, in the place of a rank that was lost; ``LayoutError`` if there is none."""
-    if world.rank == 0:
-        raise LayoutError("RANK=0 cannot join a running job, whose store ended with it; restart the job")
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        return dist.PrefixStore(store.get("attempt").decode(), store)
-    except (dist.DistError, ValueError, OSError) as error:
-        where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-        first = str(error).splitlines()[0][:300]
-        raise LayoutError(f"no running job answers at MASTER_ADDR:MASTER_PORT={where} ({first})") from None
