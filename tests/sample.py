@@ -33,12 +33,12 @@ WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 """Run all cases, and more drawn examples."""
 CASES = 2
 """Cases of a test that starts ranks or programs."""
-OPTIONAL_SHARE = 4
+OPTIONAL_SHARE = 5
 OPTIONAL_FOLDERS = ("benchmarks", "docs", "examples", "tools")
 """Folders that mirror no package; their subjects are optional."""
 OPTIONAL_MODULES = ("simulated_gpu/test_cuda_graphs.py",)
 """Tests of a feature in folders of tests of the core."""
-LONG_SHARE = 8
+LONG_SHARE = 10
 LONG_TESTS = TESTS / "long_tests.txt"
 """Names of tests of which a case takes long, which ``python -m tests.costs`` writes; others are short."""
 STARTERS = {

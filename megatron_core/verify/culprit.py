@@ -77,6 +77,8 @@ class RankFindings:
     """By direction and module."""
     samples: set[int] = field(default_factory=set)
     """The samples that this rank has computed, at least in part."""
+    divides_batches: bool = False
+    """Whether its micro-batches have documents of several samples, so that tensors of modules are not compared."""
 
 
 class _Watch:
@@ -153,7 +155,9 @@ class Comparer(_Watch):
             if not error <= bound and name not in self.found.weights:
                 pattern = "" if expected is None else pattern_of(values, expected[box], bound)
                 self.found.weights[name] = WrongTensor(FORWARD, name, self._rank, error, pattern=pattern)
-        super().__init__(run)
+        self.found.divides_batches = any(run_part.divides_batches for run_part in run.parts)
+        if not self.found.divides_batches:
+            super().__init__(run)
 
     def take(self, key: ActivationKey, positions: Tensor, values: Tensor) -> None:
         """Compare the rows of a tensor."""
@@ -252,6 +256,8 @@ def _first_wrong(reference: Reference, findings: Sequence[RankFindings], errors:
         what = "updated weight" if step else "initial weight"
         cause = "; losses, gradients and norm are right, so that the optimizer or a gather of weights is wrong"
         return f"{what} {_first(names)}, {_where(first)}{cause if step else ''}"
+    if any(finding.divides_batches for finding in findings):
+        return "not located: micro-batches have documents of several samples; try --context-parallel-size instead"
     computed = set().union(*(finding.samples for finding in findings))
     left_out = sorted({key.sample for key in reference.values} - computed)
     if left_out and findings:

@@ -185,7 +185,7 @@ IN_CONTEXT = (
         argument("replace", "cp_rank", "size - 1 - (OLD)"),
         "documents over cp2 dp2, gathered keys",
         "C24",
-        culprit="output of ",
+        culprit="not located",
     ),
     Defect(
         "dropout of a document begins at position 0",
@@ -193,7 +193,7 @@ IN_CONTEXT = (
         argument("replace", "positions", "(OLD) - documents[0].start"),
         "documents over dp2",
         "C26",
-        culprit="output of embedding",
+        culprit="not located",
     ),
     Defect(
         "dropout of keys on other ranks begins at position 0",
@@ -201,7 +201,7 @@ IN_CONTEXT = (
         assigned("start", "0"),
         "documents over dp2",
         "C26",
-        culprit="output of decoder.layers.0.self_attention",
+        culprit="not located",
     ),
     Defect(
         "padding of a document counts in the loss",
@@ -209,6 +209,7 @@ IN_CONTEXT = (
         call("pad", "pad(FIRST, SECOND, value=float(name == 'loss_mask'))"),
         "documents over dp2",
         "C3",
+        culprit="not located",
     ),
     Defect(
         "positions of a document begin at 0 where they do not restart",
@@ -216,7 +217,7 @@ IN_CONTEXT = (
         call("clamp", "(OLD - positions.min())"),
         "documents over dp2, tp2 sp, positions of samples",
         "C24",
-        culprit="output of embedding",
+        culprit="not located",
     ),
     Defect(
         "documents whose last token does not count are left out",
@@ -224,6 +225,7 @@ IN_CONTEXT = (
         call("any", "SELF[-1]"),
         "documents over dp2",
         "C3",
+        culprit="not located",
     ),
     Defect(
         "documents of a rank see one another",
@@ -231,7 +233,7 @@ IN_CONTEXT = (
         condition("len(documents) > 99", number=1),
         "documents over dp4, fused, zero1, overlap",
         "C45",
-        culprit="output of decoder.layers.0.self_attention",
+        culprit="not located",
     ),
     Defect(
         "documents of several samples drop the channels of the first one",
@@ -239,7 +241,7 @@ IN_CONTEXT = (
         assigned("self.drops", "False"),
         "documents over dp2",
         "C26",
-        culprit="output of embedding",
+        culprit="not located",
     ),
     Defect(
         "a rank attends to its own part of a document alone",
@@ -247,7 +249,7 @@ IN_CONTEXT = (
         assigned("attention", "self.by_ranks['1']"),
         "documents over cp2 dp2, gathered keys",
         "C23",
-        culprit="output of decoder.layers.0.self_attention",
+        culprit="not located",
     ),
     # Exchange of heads.
     Defect(

@@ -496,7 +496,7 @@ def test_bad_input_is_one_sentence(arguments: dict[str, Any], message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ("inference.v2", "sequence"))
+@pytest.mark.parametrize("name", ("inference.v2", "sequence.auto_sp"))
 def test_absent_parts_say_what_to_use(name: str) -> None:
     with pytest.raises(ImportError, match=r"is not available in megatron_core.drop_in: (use|set) "):
         __import__(f"deepspeed.{name}")
