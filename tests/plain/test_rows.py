@@ -82,6 +82,7 @@ WITHOUT_EFFECT = {
     ("documents", "tokenizer_type"): "names the end of a document",
     ("documents, positions continue", "tokenizer_type"): "names the end of a document",
     ("dropout in documents", "tokenizer_type"): "names the end of a document",
+    ("later tokens, mixed", "tokenizer_type"): "names the end of a document",
     ("streams", "mhc_init_gating_factor"): "of the initial weights, which the plain model receives",
     ("positions restart", "tokenizer_type"): "names the end of a document",
 }
