@@ -53,13 +53,18 @@ def is_inherited() -> bool:
 
 def report_other_copies() -> None:
     """Print one line for each of ``PACKAGES`` of which ``sys.path`` has another copy, on rank 0."""
-    own = own_megatron(*sys.path)
-    if own is not None and os.environ.get("RANK", "0") == "0":
-        print(f"megatron_core.drop_in: replacing deepspeed alone; {own} is a megatron of its own", file=sys.stderr)
-    for name in PACKAGES if own is None else PACKAGES[1:]:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    program_megatron = own_megatron(*sys.path)
+    if program_megatron is not None:
+        print(
+            f"megatron_core.drop_in: replacing deepspeed alone; {program_megatron} is a megatron of its own",
+            file=sys.stderr,
+        )
+    for name in PACKAGES if program_megatron is None else PACKAGES[1:]:
         inner = Path(*name.split("."))
         others = [Path(entry, inner) for entry in sys.path[1:] if Path(entry, inner).is_dir()]
-        if others and os.environ.get("RANK", "0") == "0":
+        if others:
             print(f"megatron_core.drop_in: using {FOLDER / inner}, not {others[0]}", file=sys.stderr)
 
 

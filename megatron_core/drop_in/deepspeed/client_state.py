@@ -20,7 +20,7 @@ KIND = "__kind__"
 
 def encode(value: Any, name: str = "client_state") -> Any:
     """Return ``value`` as JSON: numbers, texts, None, lists, tuples, dicts, tensors, arrays, bytes, dtypes of torch,
-    members of an Enum, and the namespace of a parser of arguments.
+    members of an Enum of an imported module, and the namespace of a parser of arguments.
 
     Errors: ``CheckpointError`` for other types, with the name of the entry.
     """
@@ -56,7 +56,7 @@ def encode(value: Any, name: str = "client_state") -> Any:
         return {KIND: "bytes", "data": _text(value)}
     if type(value) is Namespace:
         return {KIND: "namespace", "items": encode(vars(value), name)}
-    if isinstance(value, Enum):
+    if isinstance(value, Enum) and _is_named(value):
         return {KIND: "enum", "module": type(value).__module__, "class": type(value).__qualname__, "member": value.name}
     if isinstance(value, torch.dtype):
         return {KIND: "dtype", "text": str(value).removeprefix("torch.")}
@@ -77,6 +77,8 @@ def decode(value: Any) -> Any:
         return {key: decode(each) for key, each in value.items()}
     try:
         return _decode(kind, value)
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"client_state has a damaged entry of kind {kind!r} ({error}); load another tag"
@@ -93,7 +95,13 @@ def _decode(kind: str, value: dict[str, Any]) -> Any:
     if kind == "namespace":
         return Namespace(**decode(value["items"]))
     if kind == "enum":
-        return _member(value["module"], value["class"], value["member"])
+        enum_class = _enum_class(value["module"], value["class"])
+        if enum_class is None:
+            raise CheckpointError(
+                f"client_state has a member of {value['module']}.{value['class']}, which is not an Enum that this "
+                f"program has imported; import it before load_checkpoint"
+            )
+        return enum_class[value["member"]]
     if kind == "dtype":
         return torch.empty(0, dtype=getattr(torch, value["text"])).dtype  # TypeError for other names of torch
     raw = base64.b64decode(value["data"])
@@ -110,12 +118,19 @@ def _decode(kind: str, value: dict[str, Any]) -> Any:
     return array[()] if kind == "scalar" else array
 
 
-def _member(module: str, name: str, member: str) -> Enum:
-    """The member of a class that the program has imported: a file must not choose modules to import."""
-    found = getattr(sys.modules.get(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, Enum)):
-        raise ValueError(f"{module}.{name} is not an Enum that the program has imported")
-    return found[member]
+def _enum_class(module: str, qualified_name: str) -> type[Enum] | None:
+    """The Enum of a module that the program has imported: a file must not choose modules to import."""
+    value: Any = sys.modules.get(module)
+    for name in qualified_name.split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, type) and issubclass(value, Enum) else None
+
+
+def _is_named(member: Enum) -> bool:
+    """Whether the names of its module, class and member find ``member``: not in a function's class, nor ``A | B``."""
+    enum_class = type(member)
+    is_found = _enum_class(enum_class.__module__, enum_class.__qualname__) is enum_class
+    return is_found and enum_class.__members__.get(member.name) is member
 
 
 def _text(raw: bytes) -> str:

@@ -6,6 +6,7 @@ import copy
 import random
 from argparse import Namespace
 from dataclasses import replace
+from enum import Enum, Flag, auto
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,16 @@ def test_the_state_of_an_optimizer_is_restored_in_the_same_layout(
             assert _equal(first, second)
 
 
+def test_an_optimizer_keeps_its_state_if_the_weights_are_not_loaded() -> None:
+    first, second = (_engine(_model(), bf16={"enabled": True}) for _ in range(2))
+    for number in range(2):
+        _step(first, number)
+    before = second.optimizer.state_dict()["shards"]
+    with pytest.raises(CheckpointError, match=r"call engine\.module\.load_state_dict before"):
+        second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert _equal(before, second.optimizer.state_dict()["shards"])
+
+
 def test_rates_that_the_program_sets_are_used() -> None:
     engine = _engine()
     assert engine.optimizer is not None
@@ -365,11 +376,37 @@ def test_arguments_of_a_program_are_stored_without_pickle(tmp_path: Path) -> Non
     assert type(state["args"].kind) is OffloadDeviceEnum and state["args"].dtype is torch.bfloat16
 
 
+class Phases:
+    """An Enum may be defined in a class."""
+
+    class Kind(Flag):
+        TRAIN = auto()
+        TEST = auto()
+
+
+def test_members_of_an_enum_that_could_not_be_read_back_are_refused(tmp_path: Path) -> None:
+    class Local(Enum):
+        A = 1
+
+    engine = _engine()
+    engine.save_checkpoint(tmp_path, client_state={"kind": Phases.Kind.TEST})
+    _, state = engine.load_checkpoint(tmp_path)
+    assert state is not None and state["kind"] is Phases.Kind.TEST
+    for member in (Local.A, Phases.Kind.TRAIN | Phases.Kind.TEST, Phases.Kind(0)):
+        with pytest.raises(CheckpointError, match=r"client_state\['kind'\] is a (Local|Kind)"):
+            engine.save_checkpoint(tmp_path, client_state={"kind": member})
+
+
+@pytest.mark.parametrize("name", ("not_imported.Kind", "os.system"))
+def test_a_file_does_not_choose_modules_to_import(name: str) -> None:
+    module, kind = name.split(".")
+    with pytest.raises(CheckpointError, match=f"{name}, which is not an Enum .* import it before"):
+        decode({"__kind__": "enum", "module": module, "class": kind, "member": "A"})
+
+
 @pytest.mark.parametrize(
     "entry",
     (
-        {"__kind__": "enum", "module": "not_imported", "class": "Kind", "member": "A"},
-        {"__kind__": "enum", "module": "os", "class": "system", "member": "A"},
         {"__kind__": "dtype", "text": "load"},
         {"__kind__": "namespace", "items": [1]},
     ),

@@ -22,7 +22,10 @@ EXPORT_ENVS = ["PYTHON", "MEGATRON"]
 def fetch_hostfile(hostfile_path: str) -> None:
     """Return None, which means this machine alone; ``ConfigError`` if the file exists."""
     if os.path.isfile(hostfile_path):
-        raise ConfigError(f"deepspeed: hostfile={hostfile_path} needs ssh, which is not supported; start each machine")
+        raise ConfigError(
+            f"deepspeed: hostfile={hostfile_path} needs ssh, which is not supported; start the command on each "
+            "machine with --no_ssh --num_nodes N --node_rank R --master_addr ADDRESS"
+        )
 
 
 def parse_inclusion_exclusion(

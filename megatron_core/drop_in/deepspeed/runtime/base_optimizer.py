@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -138,14 +139,17 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 "optimizer.load_state_dict(): its shards are not those of this rank, layout and model; checkpoints of "
                 "engine.save_checkpoint can be loaded in every layout"
             )
-        for shard, stored in zip(shards, state_dict["shards"], strict=True):
-            shard.copy_(stored)
+        # Compared before anything is written, so that an error leaves the optimizer as it was.
+        stored_shards = iter(state_dict["shards"])
         for bucket, tensors in sharded.tensors():
-            if "main" in tensors and not torch.equal(tensors["main"].to(bucket.weights.dtype), bucket.weight_shard):
+            stored = dict(zip(tensors, islice(stored_shards, len(tensors)), strict=True))
+            if "main" in tensors and not torch.equal(stored["main"].to(bucket.weights.dtype), bucket.weight_shard):
                 raise CheckpointError(
                     "optimizer.load_state_dict(): the weights of the module are not those of this state; call "
                     "engine.module.load_state_dict before"
                 )
+        for shard, stored_shard in zip(shards, state_dict["shards"], strict=True):
+            shard.copy_(stored_shard)
         self._engine.whole.accept_weights()
         if isinstance(sharded, TorchOptimizer):
             for piece, values in zip(sharded.pieces, copy.deepcopy(state_dict["by_class"]), strict=True):
