@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
 from megatron_core.checkpoint import Box, TensorBox, parameter_pieces
+from megatron_core.checkpoint.formats import formats_of_settings
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.conversion import export_hugging_face, import_hugging_face
@@ -85,6 +86,18 @@ def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
         run = set_up(config, World(0, 1, 0, torch.device("cpu")))
         found = [each for each in notes(run) if each.startswith(told)]
         assert len(found) == expected and all("has 640 positions; set" in each for each in found)
+
+
+def test_a_balancing_loss_of_config_json_is_noted(tmp_path: Path) -> None:
+    """transformers adds none by default, and another one with output_router_logits."""
+    save_model("mixtral", tmp_path)
+    flags = ["--load-hf", str(tmp_path), "--mock-data", "--train-iters", "1"]
+    for more, expected in (([], 1), (["--moe-aux-loss-coeff", "0"], 0)):
+        config, _ = read_settings("p", flags + more)
+        (form, folder), *_ = formats_of_settings(config)
+        notes_of_loss = [note for note in form.notes(folder, config) if "moe_aux_loss_coeff=0.001" in note]
+        assert len(notes_of_loss) == expected
+        assert all("(here false); --moe-aux-loss-coeff 0 trains without it" in note for note in notes_of_loss)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon_h1"])

@@ -10,9 +10,16 @@ from torch import Tensor
 from megatron_core.checkpoint.formats import CheckpointFormat
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.hub.hugging_face.peft import CONFIG as ADAPTER
 from megatron_core.hub.hugging_face.peft import adapter_settings, peft_names, read_adapter
-from megatron_core.hub.hugging_face.reader import CONFIG, HuggingFaceReader, config_of_folder, notes_of_folder
+from megatron_core.hub.hugging_face.reader import (
+    CONFIG,
+    HuggingFaceReader,
+    config_of_folder,
+    notes_of_folder,
+    read_config_json,
+)
 
 OF_RESULT = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
 """Settings of adapters that change what stored ones compute."""
@@ -48,13 +55,23 @@ class HuggingFaceFormat(CheckpointFormat):
         return HuggingFaceReader(root)
 
     def notes(self, folder: Path, config: RunConfig) -> Iterator[str]:
-        """Notes about parts that are not read, and about the length of sequences."""
+        """Notes about parts that are not read, the length of sequences, and the balancing loss of experts."""
         length = config.data.seq_length
         positions = config.model.max_position_embeddings or 0
         if length == DataConfig().seq_length < positions:
             yield (
                 f"seq_length={length} is the default, and the model of load_hf={str(folder)!r} has {positions:,} "
                 "positions; set the length of your sequences with --seq-length"
+            )
+        experts = config.model.section(MoEConfig)
+        coefficient = experts.moe_aux_loss_coeff
+        hf_config = read_config_json(folder)
+        if experts.num_experts and coefficient and coefficient == hf_config.get("router_aux_loss_coef"):
+            is_on = str(bool(hf_config.get("output_router_logits"))).lower()
+            yield (
+                f"moe_aux_loss_coeff={coefficient} is the router_aux_loss_coef of config.json: training adds a "
+                "balancing loss for each layer and sequence. transformers adds one of all layers together, and only "
+                f"with output_router_logits=true (here {is_on}); --moe-aux-loss-coeff 0 trains without it"
             )
         yield from notes_of_folder(folder, config.model)
 
