@@ -4,6 +4,7 @@ layout."""
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,21 @@ def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
         assert len(found) == expected and all("has 640 positions; set" in each for each in found)
 
 
-def test_a_balancing_loss_of_config_json_is_noted(tmp_path: Path) -> None:
-    """transformers adds none by default, and another one with output_router_logits."""
-    save_model("mixtral", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "flag", "expected"),
+    [
+        ("mixtral", "--moe-aux-loss-coeff", "moe_aux_loss_coeff=0.001 is .*here false.; --moe-aux-loss-coeff 0 trains"),
+        ("glm4_moe", "--moe-router-bias-update-rate", "moe_router_bias_update_rate=0.001: every step changes"),
+    ],
+)
+def test_the_balance_of_experts_is_noted(name: str, flag: str, expected: str, tmp_path: Path) -> None:
+    """By default transformers adds no balancing loss, and trains no biases of experts."""
+    save_model(name, tmp_path)
     flags = ["--load-hf", str(tmp_path), "--mock-data", "--train-iters", "1"]
-    for more, expected in (([], 1), (["--moe-aux-loss-coeff", "0"], 0)):
+    for more, number in (([], 1), ([flag, "0"], 0)):
         config, _ = read_settings("p", flags + more)
         (form, folder), *_ = formats_of_settings(config)
-        notes_of_loss = [note for note in form.notes(folder, config) if "moe_aux_loss_coeff=0.001" in note]
-        assert len(notes_of_loss) == expected
-        assert all("(here false); --moe-aux-loss-coeff 0 trains without it" in note for note in notes_of_loss)
+        assert len([note for note in form.notes(folder, config) if re.search(expected, note)]) == number
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon_h1"])

@@ -55,7 +55,7 @@ class HuggingFaceFormat(CheckpointFormat):
         return HuggingFaceReader(root)
 
     def notes(self, folder: Path, config: RunConfig) -> Iterator[str]:
-        """Notes about parts that are not read, the length of sequences, and the balancing loss of experts."""
+        """Notes about parts that are not read, the length of sequences, and the balance of experts."""
         length = config.data.seq_length
         positions = config.model.max_position_embeddings or 0
         if length == DataConfig().seq_length < positions:
@@ -63,16 +63,7 @@ class HuggingFaceFormat(CheckpointFormat):
                 f"seq_length={length} is the default, and the model of load_hf={str(folder)!r} has {positions:,} "
                 "positions; set the length of your sequences with --seq-length"
             )
-        experts = config.model.section(MoEConfig)
-        coefficient = experts.moe_aux_loss_coeff
-        hf_config = read_config_json(folder)
-        if experts.num_experts and coefficient and coefficient == hf_config.get("router_aux_loss_coef"):
-            is_on = str(bool(hf_config.get("output_router_logits"))).lower()
-            yield (
-                f"moe_aux_loss_coeff={coefficient} is the router_aux_loss_coef of config.json: training adds a "
-                "balancing loss for each layer and sequence. transformers adds one of all layers together, and only "
-                f"with output_router_logits=true (here {is_on}); --moe-aux-loss-coeff 0 trains without it"
-            )
+        yield from _notes_on_balance(folder, config.model.section(MoEConfig))
         yield from notes_of_folder(folder, config.model)
 
 
@@ -104,3 +95,23 @@ class PeftFormat(CheckpointFormat):
             )
         names, shapes = peft_names(config, vocab_size)
         return read_adapter(folder, names, shapes)
+
+
+def _notes_on_balance(folder: Path, experts: MoEConfig) -> Iterator[str]:
+    """Notes about training that transformers does not do by default, and other frameworks do."""
+    if not experts.num_experts:
+        return
+    hf_config = read_config_json(folder)
+    coefficient = experts.moe_aux_loss_coeff
+    if coefficient and coefficient == hf_config.get("router_aux_loss_coef"):
+        is_on = str(bool(hf_config.get("output_router_logits"))).lower()
+        yield (
+            f"moe_aux_loss_coeff={coefficient} is the router_aux_loss_coef of config.json: training adds a balancing "
+            "loss for each layer and sequence. transformers adds one of all layers together, and only with "
+            f"output_router_logits=true (here {is_on}); --moe-aux-loss-coeff 0 trains without it"
+        )
+    if experts.moe_router_enable_expert_bias and experts.moe_router_bias_update_rate:
+        yield (
+            f"moe_router_bias_update_rate={experts.moe_router_bias_update_rate}: every step changes the biases by "
+            "which experts are chosen. transformers leaves them unchanged, as --moe-router-bias-update-rate 0 does"
+        )
