@@ -27,6 +27,7 @@ from megatron_core.hub.logits import their_logits
 from megatron_core.models import GPTModel
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.pretrain import notes, read_settings
 from megatron_core.training.setup import set_up
@@ -180,6 +181,41 @@ def test_training_goes_on_from_it_in_every_layout(name: str, layout: str, tmp_pa
     world_size = 2 if layout in ("tp2", "ep2") else 4
     for losses in run_ranks(world_size, _losses, tmp_path, (LAYOUTS | EXPERTS)[layout]):
         assert losses == pytest.approx(alone, rel=1e-9)
+
+
+ADAM = {"lr": 3e-3, "adam_eps": 1e-5, "weight_decay": 0.0, "clip_grad": 1.0, "lr_decay_style": "constant"}
+UNBALANCED = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "exaone_moe", "deepseek_v3", "qwen3_next"])
+def test_steps_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Losses and gradient norms of three steps; without the parts of training that notes at the start name."""
+    save_model(name, tmp_path)
+    settings = TINY | settings_of_folder(tmp_path) | ADAM | {"seq_length": 16, "load_hf": str(tmp_path), "fp64": True}
+    experts = UNBALANCED if settings.get("num_experts") else {}
+    run = tiny_run(**settings | experts | {"global_batch_size": 4, "micro_batch_size": 2})
+    batches: list[list[MicroBatch]] = []
+    divide = run.micro_batches
+    run.micro_batches = lambda batch: batches.append(divide(batch)) or batches[-1]  # type: ignore[func-returns-value]
+    ours = [train_step(run) for _ in range(3)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, experts_implementation="eager"
+    )
+    model.get_input_embeddings().padding_idx = None  # padding has a gradient here
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, weight_decay=0.0)
+    for step, batch in zip(ours, batches, strict=False):
+        tokens, labels, mask = (
+            torch.cat([getattr(part, name) for part in batch]) for name in ("tokens", "labels", "loss_mask")
+        )
+        logits = model(input_ids=tokens).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (losses * mask.flatten()).sum() / mask.sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (step.loss, step.grad_norm) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
 
 
 def test_flags_override_the_folder_and_a_checkpoint_takes_precedence(tmp_path: Path) -> None:
