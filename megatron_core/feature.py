@@ -7,8 +7,6 @@ others with ``register_feature`` before it reads its settings.
 A hook that needs torch is a string, ``"package.module:name"``, and is imported when a run uses the feature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """Safe output on terminals: control characters in names and texts from files and models are escaped."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

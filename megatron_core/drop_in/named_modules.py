@@ -4,8 +4,6 @@ Most programs import a few of them. ``named_modules.yaml`` lists the names; a fi
 module that has a file, too, gets the names of the table after its own.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from importlib.abc import Loader

@@ -5,8 +5,6 @@ f and g of Shoeybi et al. 2019 (figure 3) and their sequence-parallel forms of K
 6): each backward is the adjoint of its forward, seen as a linear map over all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

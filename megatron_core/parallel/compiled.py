@@ -4,8 +4,6 @@ A graph contains the collectives as operators without a visible body, so that ``
 also see them, and the ranks start them in one order. All ranks of a group compile the same graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, cast
@@ -79,7 +77,7 @@ class DerivedForward:
         """Run the module."""
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DerivedForward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DerivedForward":
         return DerivedForward(deepcopy(self._own, memo), self._make)  # a method of the copy, which ``memo`` has
 
 

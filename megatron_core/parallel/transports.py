@@ -1,7 +1,5 @@
 """Backends of torch.distributed that features add (``Feature.transports``)."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Writing checkpoints of a run."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -1,7 +1,5 @@
 """The consecutive layers of one pipeline stage, and one layer: norm, attention, norm, MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
