@@ -202,8 +202,7 @@ def extended(kind: type[Section]) -> type[Section]:
     added = _settings_added_to(core, added_settings())
     if not added or kind not in (core, *added):
         return kind
-    with_all_settings: type[Section] = _with_bases(core, added)
-    return with_all_settings
+    return _with_bases(core, added)
 
 
 @cache
@@ -229,8 +228,7 @@ def features() -> tuple[Feature, ...]:
 @cache
 def _listed_features() -> tuple[Feature, ...]:
     # By name, because the features import the core.
-    listed: tuple[Feature, ...] = import_module("megatron_core.features").FEATURES
-    return listed
+    return import_module("megatron_core.features").FEATURES
 
 
 def added_settings() -> AddedSettings:

@@ -61,8 +61,7 @@ def discard(stream: TextIO) -> None:
 
 def exact(stream: TextIO) -> TextIO:
     """``stream`` without escaping, for progress bars, which move the cursor."""
-    unescaped: TextIO = getattr(stream, "exact", stream)
-    return unescaped
+    return getattr(stream, "exact", stream)
 
 
 @contextmanager

@@ -155,8 +155,7 @@ class ParameterRows:
 
 def local_of(tensor: Any) -> Tensor:
     """Return the rows of a DTensor on this rank, without a record by autograd."""
-    local: Tensor = tensor._local_tensor
-    return local
+    return tensor._local_tensor
 
 
 class RowBucket:

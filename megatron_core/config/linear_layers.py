@@ -84,8 +84,7 @@ def feed_forward_of(model: ModelConfig, layer_number: int) -> FeedForward:
 @cache
 def _sizes_of_a_feature(name: Any) -> type[FeedForward]:
     hook = next(feature.feed_forwards[name] for feature in features() if name in feature.feed_forwards)
-    sizes: type[FeedForward] = load_hook(hook)
-    return sizes
+    return load_hook(hook)
 
 
 def linear_layers(model: ModelConfig, parallel: "ParallelConfig", layer_number: int) -> Iterator[LinearLayer]:

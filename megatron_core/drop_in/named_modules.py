@@ -23,8 +23,7 @@ PREFIXES = ("deepspeed.", *(f"megatron.{package}{dot}" for package in PACKAGES f
 def _tables() -> dict[str, Any]:
     from megatron_core.text_file import read_table  # imports yaml: not at the start of every process
 
-    tables: dict[str, Any] = read_table(__file__)
-    return tables
+    return read_table(__file__)
 
 
 @cache
@@ -36,8 +35,7 @@ def _listed() -> frozenset[str]:
 
 def _by_text(tables: dict[str, Any]) -> dict[str, dict[str, str]]:
     """The names of both kinds of stand-ins: a text, and modules with names."""
-    both: dict[str, dict[str, str]] = tables["unsupported"] | tables["constant_functions"]
-    return both
+    return tables["unsupported"] | tables["constant_functions"]
 
 
 @cache

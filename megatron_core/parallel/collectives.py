@@ -293,8 +293,7 @@ def paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
     # Evaluation and generation call this for every layer and need no node of a graph.
     if not torch.is_grad_enabled():
         return COLLECTIVES[name](x, group)
-    result: Tensor = _Pair.apply(x, group, COLLECTIVES[name], COLLECTIVES[adjoint])
-    return result
+    return _Pair.apply(x, group, COLLECTIVES[name], COLLECTIVES[adjoint])
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:

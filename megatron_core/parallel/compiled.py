@@ -41,8 +41,7 @@ class CollectiveOperator:
 
     def __call__(self, x: Tensor, group: dist.ProcessGroup, name: str, adjoint: str) -> Tensor:
         """Apply the collective ``name`` over ``group``, which has more than one rank."""
-        result: Tensor = self._operator(x, group.group_name, name, adjoint, group.size())
-        return result
+        return self._operator(x, group.group_name, name, adjoint, group.size())
 
     def _backward(self, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         group, name, adjoint, ranks = ctx.of

@@ -72,8 +72,7 @@ class LayerArithmetic:
 
     def normalise(self, norm: Any, x: Tensor) -> Tensor:
         """Apply a ``transformer.norm.Norm`` to ``x``."""
-        normed: Tensor = norm.normalised(x, norm.weight, norm.bias)
-        return normed
+        return norm.normalised(x, norm.weight, norm.bias)
 
     def lookup(self, tokens: Tensor, weight: nn.Parameter, first: int, ranks: int, *, in_place: bool = False) -> Tensor:
         """See ``vocab_parallel_lookup``."""

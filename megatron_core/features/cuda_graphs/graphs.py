@@ -297,8 +297,7 @@ class GraphedFunction:
             return output
         graph = self.graphs[slot]
         slot.first = slot.first or graph
-        replayed: Tensor = _Replay.apply(graph, len(inputs), *inputs, *self.parameters())
-        return replayed
+        return _Replay.apply(graph, len(inputs), *inputs, *self.parameters())
 
 
 def capture_stages(stages: Iterable[StageGraphs]) -> None:

@@ -64,8 +64,7 @@ class LossHead(VocabularyHead):
             assert weight is not None, "an output layer without a weight of its own is tied"
             inputs = self._scaled(hidden), weight, target, self.comm
             if in_chunks is not None:
-                losses: Tensor = in_chunks(*inputs)
-                return losses
+                return in_chunks(*inputs)
             return linear_cross_entropy(*inputs, vocab_size=self.vocab_size, backend=settings.kernel_backend)
         if not settings.output_z_loss_coeff or logit_loss or context is None or context.auxiliary_losses is None:
             return super().losses(hidden, target, weight, logit_loss)
