@@ -11,12 +11,12 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import tyro
 
@@ -56,8 +56,7 @@ WITHOUT_BOXES = str.maketrans("╭╮╰╯─│", "    - ")
 _WIDTH = 80
 
 
-@dataclass(frozen=True)
-class _Flag:
+class _Flag(NamedTuple):
     """A flag of the help."""
 
     name: str
