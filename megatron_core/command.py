@@ -1,7 +1,5 @@
 """The start and end of a program: exit status, Ctrl-C, and errors in one line on standard error."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -7,20 +7,19 @@ others with ``register_feature`` before it reads its settings.
 A hook that needs torch is a string, ``"package.module:name"``, and is imported when a run uses the feature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from megatron_core.errors import ConfigError
 
 Section = TypeVar("Section")
-AddedSettings: TypeAlias = tuple[tuple[str, type[Any] | None], ...]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,18 @@ class Feature:
     steps of a training."""
 
 
+def cached_for_features(compute: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Cache the results of a function of all features until a program registers another one."""
+
+    cached: Any = cache(lambda added, *args, **named: compute(*args, **named))
+
+    @wraps(compute)
+    def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        return cached(tuple([(feature.name, feature.settings) for feature in _ADDED.values()]), *args, **named)
+
+    return call
+
+
 class Extensible:
     """Base class of a section of the core to which features add settings.
 
@@ -201,15 +212,14 @@ def _core_of(kind: type[Any]) -> type[Any]:
 def extended(kind: type[Section]) -> type[Section]:
     """The class of the objects of a section of the core, from it or from settings of a feature that derive from it."""
     core: Any = _core_of(kind)
-    added = _settings_added_to(core, added_settings())
+    added = _settings_added_to(core)
     if not added or kind not in (core, *added):
         return kind
-    with_all_settings: type[Section] = _with_bases(core, added)
-    return with_all_settings
+    return _with_bases(core, added)
 
 
-@cache
-def _settings_added_to(core: Any, _added: AddedSettings) -> tuple[type[Any], ...]:
+@cached_for_features
+def _settings_added_to(core: Any) -> tuple[type[Any], ...]:
     return tuple(feature.settings for feature in features() if feature.settings and issubclass(feature.settings, core))
 
 
@@ -231,14 +241,7 @@ def features() -> tuple[Feature, ...]:
 @cache
 def _listed_features() -> tuple[Feature, ...]:
     # By name, because the features import the core.
-    listed: tuple[Feature, ...] = import_module("megatron_core.features").FEATURES
-    return listed
-
-
-def added_settings() -> AddedSettings:
-    """The name and the settings of each feature that a program has registered."""
-    # What is computed from the settings of all features is cached with this key, and so follows a registration.
-    return tuple((feature.name, feature.settings) for feature in _ADDED.values())
+    return import_module("megatron_core.features").FEATURES
 
 
 def register_feature(feature: Feature) -> None:

@@ -4,8 +4,6 @@
 programs, whose errors say what a value must be.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The variables by which torchrun describes ranks, also under Slurm's srun and MPI's mpirun, which set others."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Places of files: paths, URLs of object storage, and the folder on this machine that belongs to a URL."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

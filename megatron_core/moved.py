@@ -1,7 +1,5 @@
 """Import modules by the names that they had in the version before, with a note."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Writes files and folders without overwriting other programs' data or following symbolic links."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

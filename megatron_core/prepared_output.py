@@ -1,7 +1,5 @@
 """Outputs of commands and conversions: their kinds, checked before the work starts, and pictures."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

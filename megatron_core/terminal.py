@@ -1,7 +1,5 @@
 """Safe output on terminals: control characters in names and texts from files and models are escaped."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -63,8 +61,7 @@ def discard(stream: TextIO) -> None:
 
 def exact(stream: TextIO) -> TextIO:
     """``stream`` without escaping, for progress bars, which move the cursor."""
-    unescaped: TextIO = getattr(stream, "exact", stream)
-    return unescaped
+    return getattr(stream, "exact", stream)
 
 
 @contextmanager

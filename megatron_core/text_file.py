@@ -1,7 +1,5 @@
 """Reads small text, YAML and JSON files given by a user."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

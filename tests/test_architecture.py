@@ -472,9 +472,9 @@ def test_the_rules_find_something(code: str) -> None:
 
 def test_the_core_imports_no_feature() -> None:
     """Neither at the top of a module nor in a function; ``features`` itself is loaded by its name."""
-    assert forbidden_import("transformer.attention", "features.qk_clip.max_logits")
+    assert forbidden_import("transformer.attention", "features.qk_clip.clip")
     assert forbidden_import("config.validate", "features.qk_clip")
-    assert forbidden_import("features.qk_clip.clip", "features.qk_clip.max_logits") is None
+    assert forbidden_import("features.qk_clip.clip", "features.qk_clip.clip") is None
     assert len(FEATURES) > 0
 
 

@@ -289,8 +289,7 @@ def _run_local(forward: Callable[..., Any], sent: Dispatched) -> Tensor:
         return rows * sent.probs[:, None].to(rows.dtype) + nothing
     counts = torch.tensor(sent.counts, device=rows.device)
     local = torch.arange(len(sent.counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-    output: Tensor = forward(rows, local[:, None], sent.probs[:, None])
-    return output
+    return forward(rows, local[:, None], sent.probs[:, None])
 
 
 def _shown(tensor: Tensor) -> str:

@@ -1,7 +1,5 @@
 """Messages between stages of any model: nested tuples, lists and dicts of tensors, learnt in the first step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +97,7 @@ class StructuredMessages:
     structures: dict[tuple[int, Hashable], Structure]
     """Structure of the output of each stage next to a stage of this rank, by (stage, kind)."""
 
-    def with_lengths(self, lengths: Mapping[int, int]) -> StructuredMessages:
+    def with_lengths(self, lengths: Mapping[int, int]) -> "StructuredMessages":
         """Return itself: lengths are part of structures."""
         return self
 

@@ -372,8 +372,7 @@ def meta_init() -> Iterator[None]:
         if parameter not in moved:  # one that is registered twice stays one
             moved[parameter] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
             vars(moved[parameter]).update(vars(parameter))
-        on_meta: nn.Parameter = moved[parameter]
-        return on_meta
+        return moved[parameter]
 
     hook: Any = move  # torch's type says that hooks return nothing
     handle = register_module_parameter_registration_hook(hook)

@@ -125,8 +125,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("outer_scales", outer_scales)
 
     def _gathered(self, linear: Any) -> Tensor:
-        weight: Tensor = linear.weight.detach()
-        return weight
+        return linear.weight.detach()
 
     def outer_blocks(self) -> Tensor:
         """Return the number of the block of scales of each block of weights."""

@@ -3,8 +3,6 @@
 A unit's rows are one flat tensor, so that a gather and a sum of gradients are one message each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +45,7 @@ class ShardChoices:
     """Whether parameters without a gradient on this rank take part in sums, with zeros."""
     divisor: float | None = None
     """Divisor of the sums of gradients; by default the number of ranks."""
-    rows: list[ParameterRows] = field(default_factory=list)
+    rows: "list[ParameterRows]" = field(default_factory=list)
 
 
 class ParameterRows:
@@ -157,8 +155,7 @@ class ParameterRows:
 
 def local_of(tensor: Any) -> Tensor:
     """Return the rows of a DTensor on this rank, without a record by autograd."""
-    local: Tensor = tensor._local_tensor
-    return local
+    return tensor._local_tensor
 
 
 class RowBucket:
@@ -204,7 +201,7 @@ class RowBucket:
     # Weights.
 
     @property
-    def freed(self) -> RowBucket:
+    def freed(self) -> "RowBucket":
         """Reads between units: a freed unit's modules have the DTensors, with which torch refuses to compute."""
         return self
 

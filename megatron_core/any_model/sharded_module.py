@@ -322,8 +322,7 @@ def _refuse_compiling(module: nn.Module, *_: Any) -> None:
 
 
 def _choices_of(module: Any) -> ShardChoices:
-    choices: ShardChoices = vars(module)["_shard_choices"]
-    return choices
+    return vars(module)["_shard_choices"]
 
 
 def _outermost(module: Any) -> nn.Module:
@@ -331,8 +330,7 @@ def _outermost(module: Any) -> nn.Module:
     # vars, because an attribute of a module that is a module would become its child
     while "_outer" in vars(module):
         module = vars(module)["_outer"]
-    outermost: nn.Module = module
-    return outermost
+    return module
 
 
 def _units_of(module: Any) -> RowUnits:

@@ -50,8 +50,7 @@ def is_table(module: Any) -> bool:
 
 
 def _scale_of(module: nn.Embedding) -> Tensor | float | None:
-    scale: Tensor | float | None = getattr(module, "embed_scale", None)
-    return scale
+    return getattr(module, "embed_scale", None)
 
 
 def _scaled(rows: Tensor, scale: Tensor | float | None) -> Tensor:

@@ -262,8 +262,7 @@ class WholeTensors:
 
 def _grad_of(parameter: nn.Parameter) -> Tensor:
     """Return this rank's gradient, a view of the bucket."""
-    gradient: Tensor = vars(parameter)["main_grad"]
-    return gradient
+    return vars(parameter)["main_grad"]
 
 
 def _pieces(bucket: Bucket, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:

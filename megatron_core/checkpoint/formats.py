@@ -63,8 +63,7 @@ def _rows() -> Iterator[FormatRow]:
 
 
 def _load(row: FormatRow) -> CheckpointFormat:
-    form: CheckpointFormat = load_hook(row.hook)()
-    return form
+    return load_hook(row.hook)()
 
 
 def formats_in(folder: Path, *, resumes: bool | None = None) -> list[CheckpointFormat]:

@@ -11,8 +11,6 @@ megatron-convert --from megatron --to hf --load megatron-checkpoints --save cont
 megatron-convert --from deepspeed --to native --load deepspeed-checkpoints --save runs/continued
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from megatron_core.hub.megatron_lm.writer import Format
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
-FORMATS: dict[str, Format] = {"megatron": "torch_dist", "torch_dcp": "torch_dcp"}
+FORMATS: "dict[str, Format]" = {"megatron": "torch_dist", "torch_dcp": "torch_dcp"}
 """Value of --to -> the format of a folder of torch.distributed.checkpoint."""
 MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
 """Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks."""
@@ -161,7 +159,7 @@ def _refuse_unused(settings: ConvertFlags) -> None:
             )
 
 
-def convert_deepspeed(settings: ConvertFlags, load: Path, save: Path, dtype: torch.dtype | None) -> str:
+def convert_deepspeed(settings: ConvertFlags, load: Path, save: Path, dtype: "torch.dtype | None") -> str:
     """Convert a checkpoint of DeepSpeed; returns a description."""
     from megatron_core.hub.deepspeed_conversion import export_deepspeed, import_deepspeed
 

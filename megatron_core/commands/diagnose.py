@@ -9,8 +9,6 @@ torchrun --nnodes 2 --nproc-per-node 8 -m megatron_core.commands.diagnose --link
 RUN is the folder of --save, or the file of --metrics-file. Rules and their sources: docs/monitoring.md.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
@@ -79,7 +77,7 @@ def measure_machine(settings: DiagnoseFlags) -> None:
     print(f"wrote {settings.output}; use it with megatron-plan --hardware {settings.output}")
 
 
-def measure_links(settings: DiagnoseFlags, world: World) -> None:
+def measure_links(settings: DiagnoseFlags, world: "World") -> None:
     """Measure, print, and write the planner's file on rank 0."""
     from megatron_core.parallel import start_world
     from megatron_core.verify.links import measured_links

@@ -53,5 +53,4 @@ def plot(
 
 def main() -> int:
     """Parse the flags and draw; 1 if a file cannot be read or written."""
-    status: int = parse_flags(plot)
-    return status
+    return parse_flags(plot)

@@ -8,8 +8,6 @@ The flags of megatron-train describe the model and the layout; --help lists thos
 Needs pip install starlette uvicorn h11 pydantic protobuf, or the extra "server" of this package.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start, status_of
 
 if __name__ == "__main__":
@@ -67,7 +65,7 @@ class PostTrainFlags:
     """Maximum number of texts that a group of ranks samples together."""
 
 
-def serve_trainings(settings: PostTrainFlags, trainer: Trainer) -> None:
+def serve_trainings(settings: PostTrainFlags, trainer: "Trainer") -> None:
     """Listen on rank 0, and execute requests on all ranks until interrupted."""
     try:
         from megatron_core.post_training.tinker_server.operations import Operations
@@ -121,7 +119,7 @@ def _check_flags() -> None:
     parse_command_line(words, prog=program())
 
 
-def _job(world: World) -> None:
+def _job(world: "World") -> None:
     from megatron_core.post_training import Trainer
     from megatron_core.training import read_settings
 

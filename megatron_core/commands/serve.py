@@ -7,8 +7,6 @@ megatron-serve --nproc-per-node 2 --load SmolLM2-135M --tensor-model-parallel-si
 Needs pip install starlette uvicorn h11 pydantic, or the extra "server" of this package.
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import run_ranked, start
 
 if __name__ == "__main__":
@@ -64,7 +62,7 @@ class ServeFlags(InferenceConfig, GenerationLayout):
     with status 503."""
 
 
-def serve_requests(settings: ServeFlags, world: World) -> None:
+def serve_requests(settings: ServeFlags, world: "World") -> None:
     """Load the model, listen on rank 0, and generate on all ranks until interrupted."""
     from megatron_core.features.conversations.chat_template import chat_template_of
     from megatron_core.inference.engine import Engine

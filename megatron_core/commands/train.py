@@ -4,8 +4,6 @@ The steps behind it: megatron_core/config/cli.py (flags), config/validate.py (al
 (layout, model, optimizer, data), training/loop.py and training/driver.py (the training itself).
 """
 
-from __future__ import annotations
-
 from megatron_core.commands.start import start
 
 if __name__ == "__main__":
@@ -44,7 +42,7 @@ def _usable_command_line() -> CommandLine:
     return config, dry
 
 
-def _job(world: World, parsed: CommandLine | None) -> None:
+def _job(world: "World", parsed: CommandLine | None) -> None:
     from megatron_core.training import pretrain, read_settings
 
     config, dry = read_settings(_program(), parsed=parsed)

@@ -63,8 +63,7 @@ def _with_features(line_class: type[_CommandLine]) -> type[_CommandLine]:
     base: Any = line_class
     flags: list[tuple[str, str, bool | None]] = [(name, row.help, None) for name, row in shorthands().items()]
     flags += [(name, switch.help, False) for name, switch in feature_switches().items()]
-    derived: type[_CommandLine] = _derived(base, tuple(section_types().items()), tuple(flags))
-    return derived
+    return _derived(base, tuple(section_types().items()), tuple(flags))
 
 
 @cache

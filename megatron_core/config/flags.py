@@ -4,8 +4,6 @@ Features read the flags of other programs, and values that stand for several set
 are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +39,7 @@ class Spellings:
         """The flags of a command line, after the replacement of flags whose meaning depends on others."""
         return groups
 
-    def read(self, flag: str, values: list[str], line: Translation) -> Iterable[Group]:
+    def read(self, flag: str, values: list[str], line: "Translation") -> Iterable[Group]:
         """Add the meaning of a flag to ``line``; return the flags that are still to be read, usually it or none."""
         return [(flag, values)]
 
@@ -86,7 +84,7 @@ class Translation:
         return self.weak + self.strong
 
     @classmethod
-    def of(cls, words: list[str], known: Mapping[str, Any]) -> Translation:
+    def of(cls, words: list[str], known: Mapping[str, Any]) -> "Translation":
         """Translate ``words``; ``known`` has the type of each setting."""
         line = cls(known)
         for _, translation in cls.each(words, known):
@@ -98,7 +96,7 @@ class Translation:
         return line
 
     @classmethod
-    def each(cls, words: list[str], known: Mapping[str, Any]) -> Iterator[tuple[list[str], Translation]]:
+    def each(cls, words: list[str], known: Mapping[str, Any]) -> "Iterator[tuple[list[str], Translation]]":
         """Each flag of ``words`` with its values, and its translation."""
         groups = grouped(words)
         spellings = spellings_of_features()

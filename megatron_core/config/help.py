@@ -1,28 +1,28 @@
 """The help of programs that train: a first screen, a group of flags, a search, or all flags.
 
-tyro prints a box for each group of settings, with a text for each flag; ``shown`` selects parts of it.
+tyro prints a box for each group of settings, with a text for each flag; it gets only the flags to show.
 """
 
 import ast
 import inspect
 import io
 import os
-import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import tyro
 
 from megatron_core.config.run import RunConfig
 from megatron_core.config.values import ALL
+from megatron_core.feature import feature_switches, shorthands
 from megatron_core.terminal import parse_flags
 
 HELP_COLUMNS = 100
@@ -53,46 +53,33 @@ MOST_USED = {
 """Settings on the first screen of the help, by group."""
 WITHOUT_BOXES = str.maketrans("╭╮╰╯─│", "    - ")
 """Translation for terminals without Unicode."""
-_FRAME = re.compile(r"╭─ (?:([\w-]+) )?options ─+╮")
 _WIDTH = 80
-_INDENT = "│       "
-"""Before the text below a flag."""
 
 
-@dataclass
-class _Group:
-    """A box of the complete help."""
+class _Flag(NamedTuple):
+    """A flag of the help."""
 
     name: str
-    """Empty for the group of --config and --model-preset."""
-    frame: str
-    """First line of the box."""
-    about: list[str] = field(default_factory=list)
-    """Lines before the first flag."""
-    flags: list[list[str]] = field(default_factory=list)
-    """Lines of each flag."""
+    kind: Any
+    default: Any
+    text: str
 
-    def box(self, flags: Sequence[list[str]]) -> list[str]:
-        """Return the lines of a box with ``flags``."""
-        return [self.frame, *self.about, *(line for flag in flags for line in flag), f"╰{'─' * (len(self.frame) - 2)}╯"]
+    @property
+    def words(self) -> str:
+        """The text that a search reads, in lower case with hyphens."""
+        return f"--{self.name} {self.kind} {self.text} {self.default}".lower().replace("_", "-")
+
+    @property
+    def row(self) -> tuple[str, Any, Any]:
+        """The flag for ``make_dataclass``, with its text on one line: tyro would break it where the source does."""
+        shown = tyro.conf.arg(help=self.text, help_behavior_hint="(on by default)" if self.default is True else None)
+        return self.name, Annotated[self.kind, shown], field(default=self.default)
 
 
 def help_text(line_class: Any, topic: str, prog: str, defaults: RunConfig) -> str:
     """The help about ``topic``, or with "" its first screen, for the class of a command line."""
-    text = _complete_help(line_class, topic, prog, defaults) if topic else _first_screen(line_class, prog)
+    text = _help_about(line_class(**defaults.sections()), topic, prog) if topic else _first_screen(line_class, prog)
     return text if "utf" in (sys.stdout.encoding or "").lower() else text.translate(WITHOUT_BOXES)
-
-
-def _complete_help(line_class: Any, topic: str, prog: str, defaults: RunConfig) -> str:
-    """The part of tyro's help about ``topic``."""
-    complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
-    with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
-        default, description = line_class(**defaults.sections()), _description(prog)
-        parse_flags(
-            line_class, prog=prog, description=description, args=["--help"], default=default, config=_SHORT_HELP
-        )
-    complete.seek(0)
-    return help_about(complete.read(), topic)
 
 
 def _first_screen(line_class: Any, prog: str) -> str:
@@ -103,6 +90,55 @@ def _first_screen(line_class: Any, prog: str) -> str:
     usage = f"usage: {Path(prog).name} [-h] [OPTIONS]"
     head = [usage, *filter(None, _description(prog).splitlines())]
     return first_screen(head, {"": len(single_flags)} | sizes, field_texts(line_class))
+
+
+def _help_about(line: Any, topic: str, prog: str) -> str:
+    """The help about a topic, for a command line with default values.
+
+    ``ALL`` is everything, the name of a group its flags; any other word is searched in names and texts of all flags.
+    """
+    texts = field_texts(type(line)) | {name: row.help for name, row in (shorthands() | feature_switches()).items()}
+    sections = {name: section for name, section in vars(line).items() if is_dataclass(section)}
+    groups = {"": _flags_of(line, texts)}
+    groups |= {name: _flags_of(section, field_texts(type(section))) for name, section in sections.items()}
+    word = topic.lower().lstrip("-").replace("_", "-")
+    chosen = {
+        name: flags for name, flags in groups.items() if topic == ALL or (name and name.replace("_", "-") == word)
+    }
+    chosen = chosen or {name: [flag for flag in flags if word in flag.words] for name, flags in groups.items()}
+    chosen = {name: flags for name, flags in chosen.items() if flags}
+    if not chosen:
+        names = [*(flag.name for flags in groups.values() for flag in flags), *groups]
+        near = get_close_matches(topic.replace("_", "-"), [name.replace("_", "-") for name in names], n=3)
+        hint = f"; similar: {', '.join(near)}" if near else ""
+        return f"no flag has {topic!r} in its name or text{hint}; --help lists the groups"
+    rows: list[Any] = [flag.row for flag in chosen.pop("", ())]
+    has_single_flags = bool(rows)
+    for name, flags in chosen.items():
+        about = {"__doc__": texts.get(name, type(sections[name]).__doc__)}
+        group: Any = make_dataclass(name, [flag.row for flag in flags], namespace=about)
+        rows.append((name, group, field(default_factory=group)))
+    text = _complete_help(make_dataclass("Line", rows), prog)
+    if topic == ALL:
+        return text
+    # The lines before the boxes, and the first box if it has only --help, are the same for every topic.
+    return text[text.index("╭") :] if has_single_flags else text.partition("╯\n")[2]
+
+
+def _flags_of(section: Any, texts: Mapping[str, str]) -> list[_Flag]:
+    """The flags of a section, or those of a command line outside of its sections."""
+    kinds = get_type_hints(type(section))
+    values = {name: value for name, value in vars(section).items() if name != "features" and not is_dataclass(value)}
+    return [_Flag(name, kinds[name], value, texts[name]) for name, value in values.items()]
+
+
+def _complete_help(line_class: Any, prog: str) -> str:
+    """tyro's help of a command line."""
+    output = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
+    with redirect_stdout(output), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
+        parse_flags(line_class, prog=prog, description=_description(prog), args=["--help"], config=_SHORT_HELP)
+    output.seek(0)
+    return output.read().rstrip("\n")
 
 
 @contextmanager
@@ -159,77 +195,6 @@ def first_screen(head: Iterable[str], sizes: Mapping[str, int], purposes: Mappin
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def help_about(complete: str, topic: str) -> str:
-    """Return the part of tyro's ``complete`` help about ``topic``.
-
-    ``ALL`` is everything, the name of a group its flags; any other word is searched in names and texts of all flags.
-    """
-    head, groups = _parts(complete)
-    if topic == ALL:
-        return "\n".join([*head, *(line for group in groups for line in group.box(group.flags))])
-    word = topic.lower().lstrip("-").replace("_", "-")
-    group = next((group for group in groups if word and group.name == word), None)
-    if group is not None:
-        return "\n".join(group.box(group.flags))
-    lines: list[str] = []
-    for group in groups:
-        if flags := [flag for flag in group.flags if word in _text(flag)]:
-            lines += group.box(flags)
-    return "\n".join(lines) if lines else _nothing(topic, groups)
-
-
-def _parts(complete: str) -> tuple[list[str], list[_Group]]:
-    """Return the lines before the first box, without empty ones, and the groups."""
-    head: list[str] = []
-    groups: list[_Group] = []
-    for line in complete.splitlines():
-        if frame := _FRAME.fullmatch(line):
-            groups.append(_Group(frame[1] or "", line))
-        elif not groups:
-            head += [line] if line.strip() else []
-        elif line.startswith("│ -"):
-            groups[-1].flags.append([line])
-        elif line.startswith("│"):
-            (groups[-1].flags[-1] if groups[-1].flags else groups[-1].about).append(line)
-    for group in groups:
-        group.flags = [_filled(flag, len(group.frame)) for flag in group.flags]
-    return [*head, ""], groups
-
-
-def _filled(flag: Sequence[str], width: int) -> list[str]:
-    """Fill the lines below a flag: tyro also breaks them where lines of the source end.
-
-    A switch that is on is shown as --no-x with the text of x.
-    """
-    texts = [line for line in flag if line.startswith(_INDENT)]
-    if any(line[len(_INDENT)] == " " for line in texts):  # next to the flag, on a wide terminal
-        return list(flag)
-    text = " ".join(line.strip("│ ") for line in texts)
-    if flag[0].startswith("│ --no-"):
-        text = text.replace("(default: True)", "(on by default)")
-    size = width - len(_INDENT) - len(" │")
-    filled = textwrap.wrap(text, size, break_on_hyphens=False, break_long_words=False)
-    return [*(line for line in flag if line not in texts), *(f"{_INDENT}{words:{size}} │" for words in filled)]
-
-
-def _nothing(topic: str, groups: Sequence[_Group]) -> str:
-    names = [_name(flag).replace("_", "-") for group in groups for flag in group.flags]
-    near = get_close_matches(topic.replace("_", "-"), [*names, *(group.name for group in groups)], n=3)
-    hint = f"; similar: {', '.join(near)}" if near else ""
-    return f"no flag has {topic!r} in its name or text{hint}; --help lists the groups"
-
-
-def _name(flag: Sequence[str]) -> str:
-    """Return the name of a setting: of ``--no-x``, which the help shows instead of ``--x``, ``x``."""
-    spelling = flag[0].strip("│ ").split()[0].rstrip(",")
-    return spelling.removeprefix("--no-").removeprefix("--").replace("-", "_")
-
-
-def _text(flag: Sequence[str]) -> str:
-    """Return name and text of a flag as one line of lower case."""
-    return " ".join(line.strip("│ ") for line in flag).lower().replace("_", "-")
 
 
 def field_texts(kind: type) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """The linear layers in a transformer layer, and its feed-forward part: an MLP, or a part in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -86,11 +84,10 @@ def feed_forward_of(model: ModelConfig, layer_number: int) -> FeedForward:
 @cache
 def _sizes_of_a_feature(name: Any) -> type[FeedForward]:
     hook = next(feature.feed_forwards[name] for feature in features() if name in feature.feed_forwards)
-    sizes: type[FeedForward] = load_hook(hook)
-    return sizes
+    return load_hook(hook)
 
 
-def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
+def linear_layers(model: ModelConfig, parallel: "ParallelConfig", layer_number: int) -> Iterator[LinearLayer]:
     """The linear layers of attention, or of a recurrence, and of the feed-forward part."""
     model = model.of_layer(layer_number)
     for projection in mixer_of(model, layer_number).projections(parallel.tensor_model_parallel_size):
@@ -101,7 +98,7 @@ def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: in
     yield from mlp_layers(model, parallel, layer_number)
 
 
-def mlp_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
+def mlp_layers(model: ModelConfig, parallel: "ParallelConfig", layer_number: int) -> Iterator[LinearLayer]:
     """The linear layers of the feed-forward part."""
     sizes = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
     return feed_forward_of(model, layer_number).linear_layers(*sizes)

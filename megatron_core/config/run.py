@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
@@ -16,10 +17,9 @@ from megatron_core.config.training import BadStepConfig, OptimizerConfig, Traini
 from megatron_core.config.tree import default_parts
 from megatron_core.config.values import perhaps
 from megatron_core.feature import (
-    AddedSettings,
     Extensible,
     Section,
-    added_settings,
+    cached_for_features,
     extended,
     extends,
     features,
@@ -51,7 +51,7 @@ class RunConfig:
     """Bad steps; the name is that of the section in configuration files."""
 
     features: tuple[Any, ...] = field(
-        default_factory=lambda: tuple(section() for section in feature_sections().values())
+        default_factory=lambda: tuple(section() for section in feature_sections().values())  # type: ignore[has-type]
     )
     """The sections of optional features; ``section`` returns one of them."""
 
@@ -129,7 +129,7 @@ class RunConfig:
 
     def _section_with(self, name: str) -> Any:
         """The section that has the setting or the property ``name``; None if there is none."""
-        section_name = _sections_by_setting(added_settings()).get(name)
+        section_name = _sections_by_setting().get(name)
         if section_name is None:
             return next((section for section in self.sections().values() if hasattr(section, name)), None)
         section_type = feature_sections().get(section_name)
@@ -158,15 +158,10 @@ class RunConfig:
         return cls.of_sections(sections)
 
 
+@cached_for_features
 def core_sections() -> dict[str, type[Any]]:
     """The class of each section of the core, with the settings that features add, by name."""
-    return _core_sections(added_settings())
-
-
-@cache
-# The argument is only the key of the cache: a feature that is registered later adds settings.
-def _core_sections(_added: AddedSettings) -> dict[str, type[Any]]:
-    kinds = _types_of((RunConfig,))
+    kinds = get_type_hints(RunConfig)
     names = (section.name for section in fields(RunConfig) if section.name != "features")
     return {name: extended(kinds[name]) if extends(kinds[name]) else kinds[name] for name in names}
 
@@ -176,13 +171,9 @@ def _extended_by(section_type: type[Any]) -> str:
     return next(name for name, core in core_sections().items() if issubclass(core, section_type))
 
 
+@cached_for_features
 def feature_sections() -> dict[str, type[Any]]:
     """The class of each section of a feature, by the feature's name."""
-    return _feature_sections(added_settings())
-
-
-@cache
-def _feature_sections(_added: AddedSettings) -> dict[str, type[Any]]:
     kinds = {feature.name: feature.settings for feature in features() if feature.settings is not None}
     return {name: section_type for name, section_type in kinds.items() if not extends(section_type)}
 
@@ -192,40 +183,28 @@ def section_types() -> dict[str, type[Any]]:
     return core_sections() | feature_sections()
 
 
+@cached_for_features
 def settings() -> dict[str, Setting]:
     """The declaration of every setting by name."""
-    return _settings_of(tuple(section_types().values()))
+    return dict(chain.from_iterable(map(declarations, section_types().values())))
 
 
+@cached_for_features
 def aliases() -> dict[str, str]:
     """The setting of each other name of a flag, in releases of Megatron-LM or its forks."""
-    return _aliases_of(tuple(section_types().values()))
+    return {alias: name for name, declared in settings().items() for alias in declared.aliases}
 
 
+@cached_for_features
 def field_types() -> dict[str, Any]:
     """The type of every setting by name."""
-    return _types_of(tuple(section_types().values()))
+    return dict(chain.from_iterable(get_type_hints(section).items() for section in section_types().values()))
 
 
-@cache
-def _sections_by_setting(_added: AddedSettings) -> dict[str, str]:
+@cached_for_features
+def _sections_by_setting() -> dict[str, str]:
     """The name of the section of each setting."""
     return {setting.name: name for name, section_type in section_types().items() for setting in fields(section_type)}
-
-
-@cache
-def _settings_of(sections: tuple[type[Any], ...]) -> dict[str, Setting]:
-    return {name: declared for section_type in sections for name, declared in declarations(section_type)}
-
-
-@cache
-def _aliases_of(sections: tuple[type[Any], ...]) -> dict[str, str]:
-    return {alias: name for name, declared in _settings_of(sections).items() for alias in declared.aliases}
-
-
-@cache
-def _types_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
-    return {name: setting_type for section in sections for name, setting_type in get_type_hints(section).items()}
 
 
 def names_in_any_model() -> set[str]:

@@ -120,8 +120,7 @@ def setting(
     Every field needs ``needs`` or ``when``, its own or its section's: ``ALWAYS`` if it is read in every run.
     """
     declared = Setting(legal, _tuple(needs), _tuple(when), resume, tuple(aliases.split()), is_refinement, difference)
-    dataclass_field: T = field(default=default, metadata={"setting": declared})
-    return dataclass_field
+    return field(default=default, metadata={"setting": declared})
 
 
 def section(

@@ -1,7 +1,5 @@
 """Parameters and gradients of a stage in flat buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Base class of lossy sums of gradients, which features implement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

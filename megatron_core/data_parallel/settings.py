@@ -1,7 +1,5 @@
 """Settings of data parallelism, kinds of buckets, and the rules that fill them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,7 +65,7 @@ class BucketKind:
     """Gathers the weights in another format; set as an attribute of parameters by their layers."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:
+    def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> "BucketKind":
         """Return the kind of bucket for a parameter."""
         spec = spec_of(parameter)
         matrix = len(spec.global_shape) > 1 and not getattr(parameter, "is_vector", False)

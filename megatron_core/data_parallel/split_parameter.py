@@ -109,8 +109,7 @@ def acquire(flat: Tensor) -> None:
 
 def users_of(flat: Tensor) -> int:
     """Return the number of references to the memory of ``flat``, such as its views."""
-    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-    return count
+    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
 
 
 class FreedWeights:

@@ -299,8 +299,7 @@ class DataParallel(EarlySums):
     def _gradient_memory(self, bucket: Bucket, parameter: nn.Parameter) -> torch.Tensor:
         """Return the memory to which a gradient of autograd is added."""
         bucket.open_grads()
-        gradient: torch.Tensor = parameter.main_grad
-        return gradient
+        return parameter.main_grad
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
         def open_grad() -> None:

@@ -4,8 +4,6 @@ accelerate has backends of these for GPUs only. On a CPU it takes each rank for 
 package that the program asks for, and says nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Functions that run when a program has imported a module: a program that does not need it starts as fast as before."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec

@@ -9,8 +9,6 @@
 Names without a counterpart on a CPU, such as CUDA graphs, raise ``NotImplementedError`` with a sentence.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """When ``--cpu`` takes effect: after the import of torch, in a program and in the interpreters that it starts."""
 
-from __future__ import annotations
-
 import os
 
 from megatron_core.drop_in.after_import import run_after_import

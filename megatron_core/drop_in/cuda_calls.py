@@ -1,7 +1,5 @@
 """Calls of torch's functions with a device ``cuda``, on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """``torch.cuda`` as a description of the CPU, for programs that run with ``--cpu``."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib
@@ -46,7 +44,7 @@ class AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 class Generator(torch._C.Generator, metaclass=AnyGenerator):
     """A generator of the CPU, whichever device it is asked for."""
 
-    def __new__(cls, device: Any = None) -> Generator:
+    def __new__(cls, device: Any = None) -> "Generator":
         return super().__new__(cls)
 
 

@@ -97,8 +97,7 @@ _OUTER = threading.local()
 
 
 def _outer_contexts() -> list[StreamContext]:
-    contexts: list[StreamContext] = getattr(_OUTER, "contexts", [])
-    return contexts
+    return getattr(_OUTER, "contexts", [])
 
 
 def default_stream(device: Any = None) -> Stream:

@@ -4,8 +4,6 @@ Most programs import a few of them. ``named_modules.yaml`` lists the names; a fi
 module that has a file, too, gets the names of the table after its own.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from importlib.abc import Loader
@@ -25,8 +23,7 @@ PREFIXES = ("deepspeed.", *(f"megatron.{package}{dot}" for package in PACKAGES f
 def _tables() -> dict[str, Any]:
     from megatron_core.text_file import read_table  # imports yaml: not at the start of every process
 
-    tables: dict[str, Any] = read_table(__file__)
-    return tables
+    return read_table(__file__)
 
 
 @cache
@@ -38,8 +35,7 @@ def _listed() -> frozenset[str]:
 
 def _by_text(tables: dict[str, Any]) -> dict[str, dict[str, str]]:
     """The names of both kinds of stand-ins: a text, and modules with names."""
-    both: dict[str, dict[str, str]] = tables["unsupported"] | tables["constant_functions"]
-    return both
+    return tables["unsupported"] | tables["constant_functions"]
 
 
 @cache

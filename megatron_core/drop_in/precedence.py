@@ -1,7 +1,5 @@
 """The import of ``megatron`` and ``deepspeed`` from this folder, wherever else copies of them are."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """``python -m megatron_core.drop_in --check FOLDER``: the imports of ``megatron`` in a program, before it runs."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

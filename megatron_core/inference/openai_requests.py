@@ -1,7 +1,5 @@
 """Requests of OpenAI's completions and chat completions as pydantic models; unsupported parameters are refused."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -106,7 +104,7 @@ class GenerationRequest(_Model):
         return stops
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> GenerationRequest:
+    def _options_of_streams(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true; add it, or remove stream_options", "stream_options")
         return self
@@ -128,7 +126,7 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
     @model_validator(mode="after")
-    def _scores_are_not_streamed(self) -> CompletionRequest:
+    def _scores_are_not_streamed(self) -> "CompletionRequest":
         if self.stream and self.echo and self.logprobs is not None:
             raise RequestError("echo with logprobs is not streamed; remove stream", "stream")
         return self
@@ -172,7 +170,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
-    def _alternatives_need_scores(self) -> ChatRequest:
+    def _alternatives_need_scores(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true; add it, or remove top_logprobs", "top_logprobs")
         return self

@@ -44,10 +44,9 @@ def bias_activation(
     # promise that only the arguments are saved.
     if activation not in NUMBERS or limit is not None or offset:
         _check("bias_activation", x, bias, activation)
-        again: Tensor = checkpoint(
+        return checkpoint(
             reference.bias_activation, x, bias, activation, limit, offset, use_reentrant=False, preserve_rng_state=False
         )
-        return again
     chosen = select_backend_for("activation", backend, x, x, activation)
     if chosen != "native":
         _check("bias_activation", x, bias, activation)
@@ -57,10 +56,7 @@ def bias_activation(
 
 def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
     """``reference.xielu``; backward computes it again, so that only its arguments are saved."""
-    again: Tensor = checkpoint(
-        reference.xielu, x, bias, alpha_p, alpha_n, use_reentrant=False, preserve_rng_state=False
-    )
-    return again
+    return checkpoint(reference.xielu, x, bias, alpha_p, alpha_n, use_reentrant=False, preserve_rng_state=False)
 
 
 @operator("bias_activation")

@@ -32,5 +32,4 @@ def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossS
     # bfloat16 has the exponents of float32, so gradients do not underflow.
     if params_dtype != torch.float16 or config.scale_rule is None:
         return LossScale()
-    scale: LossScale = load_hook(config.scale_rule)(config)
-    return scale
+    return load_hook(config.scale_rule)(config)

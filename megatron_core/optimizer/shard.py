@@ -1,7 +1,5 @@
 """The optimizer's state for a shard of a bucket, and update rules for all shards of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +39,7 @@ class Shard:
         algorithm: Algorithm,
         placement: Placement,
         config: OptimizerConfig,
-    ) -> Shard:
+    ) -> "Shard":
         """Construct the shard from the bucket's weights."""
         main = bucket.weight_shard
         has_copy = "main_params_dtype" not in config.bf16_settings

@@ -1,7 +1,5 @@
 """The optimizer step on flat shards of main weights."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Boxes: rectangular parts of a tensor, as integers (no torch)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -29,17 +27,17 @@ class Box:
         """Index of this box in the tensor it belongs to."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: "Box") -> "Box | None":
         """The intersection with ``other``; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: "Box") -> tuple[slice, ...]:
         """Index of this box in a smaller tensor that stores only ``outer``."""
         return self.shifted(tuple(-o for o in outer.start)).index
 
-    def shifted(self, offset: tuple[int, ...]) -> Box:
+    def shifted(self, offset: tuple[int, ...]) -> "Box":
         """The box moved by ``offset``."""
         start = tuple(a + o for a, o in zip(self.start, offset, strict=True))
         return Box(start, tuple(b + o for b, o in zip(self.stop, offset, strict=True)))

@@ -5,8 +5,6 @@ f and g of Shoeybi et al. 2019 (figure 3) and their sequence-parallel forms of K
 6): each backward is the adjoint of its forward, seen as a linear map over all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -295,8 +293,7 @@ def paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
     # Evaluation and generation call this for every layer and need no node of a graph.
     if not torch.is_grad_enabled():
         return COLLECTIVES[name](x, group)
-    result: Tensor = _Pair.apply(x, group, COLLECTIVES[name], COLLECTIVES[adjoint])
-    return result
+    return _Pair.apply(x, group, COLLECTIVES[name], COLLECTIVES[adjoint])
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:

@@ -4,8 +4,6 @@ A graph contains the collectives as operators without a visible body, so that ``
 also see them, and the ranks start them in one order. All ranks of a group compile the same graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, cast
@@ -43,8 +41,7 @@ class CollectiveOperator:
 
     def __call__(self, x: Tensor, group: dist.ProcessGroup, name: str, adjoint: str) -> Tensor:
         """Apply the collective ``name`` over ``group``, which has more than one rank."""
-        result: Tensor = self._operator(x, group.group_name, name, adjoint, group.size())
-        return result
+        return self._operator(x, group.group_name, name, adjoint, group.size())
 
     def _backward(self, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         group, name, adjoint, ranks = ctx.of
@@ -79,7 +76,7 @@ class DerivedForward:
         """Run the module."""
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DerivedForward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DerivedForward":
         return DerivedForward(deepcopy(self._own, memo), self._make)  # a method of the copy, which ``memo`` has
 
 

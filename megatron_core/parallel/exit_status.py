@@ -1,7 +1,5 @@
 """Exit status and message of an error with a known cause."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -1,7 +1,5 @@
 """Records this rank's latest collectives and messages, to explain a hang."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator

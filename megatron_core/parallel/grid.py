@@ -1,7 +1,5 @@
 """Mapping between ranks and coordinates: integer arithmetic only, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -90,7 +88,7 @@ class Grid:
         ep: int = 1,
         etp: int | None = None,
         order: str = DEFAULT_ORDER,
-    ) -> Grid:
+    ) -> "Grid":
         """The grid of ``world_size`` ranks for a model split tp x cp x pp ways; dp is the rest."""
         model = tp * cp * pp
         if model < 1 or world_size % model:

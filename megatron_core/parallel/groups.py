@@ -1,7 +1,5 @@
 """Process groups over the axes of a grid."""
 
-from __future__ import annotations
-
 import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -144,7 +142,7 @@ class ParallelGroups:
         self.outer_reports = self._outer_group()
 
     @classmethod
-    def single(cls) -> ParallelGroups:
+    def single(cls) -> "ParallelGroups":
         """The groups of a single process."""
         return cls(Grid(), 0)
 

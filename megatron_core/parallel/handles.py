@@ -1,7 +1,5 @@
 """Handles of collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +20,7 @@ class Done:
 class All:
     """The handle of several operations; keeps the send buffer ``sent`` alive until they are complete."""
 
-    def __init__(self, works: Sequence[Handle], sent: Tensor) -> None:
+    def __init__(self, works: "Sequence[Handle]", sent: Tensor) -> None:
         self._works = works
         self._sent = sent
 
@@ -35,7 +33,7 @@ class All:
 class SummedAfter:
     """The handle of a reduce-scatter in higher precision: the sum is computed after all messages have arrived."""
 
-    def __init__(self, arriving: Handle, received: Tensor, shard: Tensor) -> None:
+    def __init__(self, arriving: "Handle", received: Tensor, shard: Tensor) -> None:
         self._arriving = arriving
         self._received = received
         self._shard = shard

@@ -1,7 +1,5 @@
 """Start and end of a process of the job: rank, device, torch.distributed, and errors printed once."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import hashlib

@@ -3,8 +3,6 @@
 Without a meter that measures, each report costs one call that does nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Splits sequences over the ranks; ``MicroBatch`` is one rank's part of a micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +51,7 @@ class SequenceSplit:
     cp_size: int = 1
 
     @classmethod
-    def of(cls, groups: ParallelGroups, *, sequence_parallel: bool) -> SequenceSplit:
+    def of(cls, groups: ParallelGroups, *, sequence_parallel: bool) -> "SequenceSplit":
         """The split of a layout."""
         # From the axes and not from ranks of groups, so that a plan without communicators has the same split.
         return cls(groups.index("tp"), groups.size("tp"), sequence_parallel, groups.index("cp"), groups.size("cp"))
@@ -100,7 +98,7 @@ class LaterTokens:
     """``[D, b, n]``, 1 where the token's loss counts: its mask is 1 as a next token and it is in the same document."""
 
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> LaterTokens:
+    def of(cls, batch: Mapping[str, Tensor], depths: int, split: SequenceSplit, device: torch.device) -> "LaterTokens":
         """Build from whole sequences, because targets may be tokens of other ranks."""
         labels = batch["labels"]
         masks = batch["loss_mask"]
@@ -169,7 +167,7 @@ class MicroBatch(SequenceDetails):
     @classmethod
     def of(
         cls, batch: Mapping[str, Tensor], split: SequenceSplit, device: torch.device, *, later: int = 0
-    ) -> MicroBatch:
+    ) -> "MicroBatch":
         """Cut a loader's batch of whole sequences by ``split`` and move it to ``device``; ``later`` is the number of
         additional tokens to predict."""
         length = batch["tokens"].shape[1]

@@ -1,7 +1,5 @@
 """Pinned host memory of any size, for large buffers that live long."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

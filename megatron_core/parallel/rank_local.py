@@ -5,8 +5,6 @@ own threads, so all ranks would share a module-level variable. ``RankLocal`` sto
 value. Threads inherit the rank only by ``in_this_rank``; all other threads find the process's value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Backends of torch.distributed that features add (``Feature.transports``)."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch.distributed as dist
@@ -26,8 +24,7 @@ def transport(backend: str) -> Transport | None:
     """The module of ``backend``; None if no feature has it."""
     # The core names no backend of a feature; it only asks whether one is registered.
     hooks = {name: hook for feature in features() for name, hook in feature.transports.items()}
-    module: Transport | None = load_hook(hooks[backend]) if backend in hooks else None
-    return module
+    return load_hook(hooks[backend]) if backend in hooks else None
 
 
 def describe_transport() -> str:

@@ -3,8 +3,6 @@
 Without an observer, or while it is not active, a collective costs one check of an attribute more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Rank, size and device of this process in the job."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class World:
     """``recovery.memory.HostMemory`` that outlives this process, if a supervisor replaces it after a failure."""
 
     @classmethod
-    def from_environment(cls) -> World:
+    def from_environment(cls) -> "World":
         """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, set by torchrun, or else the variables of srun or mpirun; a
         single process if all are unset.
 

@@ -1,7 +1,5 @@
 """One executor for every plan: it runs this rank's list of actions."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

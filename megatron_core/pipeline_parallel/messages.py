@@ -1,7 +1,5 @@
 """Formats of the messages between stages: their interface, and messages of one tensor of a known shape."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -36,7 +34,7 @@ class Messages(Protocol):
     def posts_late(self) -> bool:
         """Whether receives cannot be posted before their action, because shapes are not known yet."""
 
-    def with_lengths(self, lengths: Mapping[int, int]) -> Messages:
+    def with_lengths(self, lengths: Mapping[int, int]) -> "Messages":
         """Return the format with these lengths by micro-batch."""
 
     def check(self, action: Action, output: Message) -> None:
@@ -75,7 +73,7 @@ class MessageFormat:
         """Whether shapes are ``variable``."""
         return self.variable
 
-    def with_lengths(self, lengths: Mapping[int, int]) -> MessageFormat:
+    def with_lengths(self, lengths: Mapping[int, int]) -> "MessageFormat":
         """Return the format with these lengths by micro-batch."""
         return replace(self, lengths=lengths)
 

@@ -1,7 +1,5 @@
 """Messages between pipeline ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol

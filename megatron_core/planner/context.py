@@ -20,6 +20,7 @@ from math import lcm
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.planner.hardware import number_size
 from megatron_core.planner.recurrence import RecurrenceCost
 
 
@@ -50,7 +51,7 @@ class _Sizes:
         tp = config.parallel.tensor_model_parallel_size
         cp = config.parallel.context_parallel_size
         channels = attention.query_head_size + attention.value_head_size
-        number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+        number = number_size(config.training.compute_dtype)
         return cls(
             tokens=config.data.seq_length * config.training.micro_batch_size / cp,
             query=config.model.num_attention_heads // tp * channels,

@@ -35,10 +35,7 @@ def readable_bytes(size: float) -> str:
 
 def readable_seconds(seconds: float) -> str:
     """Format with three significant digits and a unit: ``8.06 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if abs(seconds) * scale >= 1 or unit == "ms":
-            return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError("unreachable")
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def readable_duration(seconds: float) -> str:

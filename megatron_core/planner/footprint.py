@@ -9,6 +9,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.parallel import added_moments, compression_of
 from megatron_core.planner import memory
 from megatron_core.planner.context import arriving_bytes
+from megatron_core.planner.hardware import number_size
 from megatron_core.planner.parameters import Parameters, each_layer, layer_kinds, padded_vocabulary
 from megatron_core.planner.recurrence import RecurrenceCost
 from megatron_core.planner.simulate import peak_activations
@@ -74,7 +75,7 @@ class Footprint:
     def variant(self, config: RunConfig) -> "Footprint":
         """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
         other = replace(self, config=config)
-        unchanged = ("stage_sizes", "all_moving", "totals", "_layers_of_ranks")
+        unchanged = ("stage_sizes", "all_moving", "totals", "rank_layers")
         vars(other).update({name: vars(self)[name] for name in unchanged if name in vars(self)})
         return other
 
@@ -86,21 +87,16 @@ class Footprint:
     def by_kind(self, rank: int) -> dict[str, float]:
         """Peak bytes of a pipeline rank by kind."""
         state = self.state(rank)
-        moving = self.moving(rank)
-        moving["fragments"] += FRAGMENTS * state["units whole"]
-        return state | moving
-
-    def moving(self, rank: int) -> dict[str, float]:
-        """Bytes allocated and freed within a step, by kind."""
-        return dict(self.all_moving[rank])
+        moving = self.all_moving[rank]
+        return state | moving | {"fragments": moving["fragments"] + FRAGMENTS * state["units whole"]}
 
     @cached_property
     def all_moving(self) -> list[dict[str, float]]:
-        """``moving`` of each pipeline rank."""
+        """Bytes allocated and freed within a step on each pipeline rank, by kind."""
         return [self._moving(rank) for rank in range(len(self.plan.ranks))]
 
     def _moving(self, rank: int) -> dict[str, float]:
-        run = self._layers_of(rank)
+        run = self.rank_layers[rank]
         working = self.transient + self.temporary(rank)
         if self.plan.stage_to_rank[-1] == rank:  # the head's activations are freed before the layers' backward begins
             working = max(working - self.head_bytes, 0.0)
@@ -114,8 +110,8 @@ class Footprint:
         stage = parallel.dp_zero_stage
         instances = parallel.num_distributed_optimizer_instances
         dtype = self.config.training.compute_dtype
-        weight = memory.number_size(dtype)
-        wide = max(memory.number_size(dtype), 4)
+        weight = number_size(dtype)
+        wide = max(number_size(dtype), 4)
         away = optimizer.optimizer_offload_fraction if optimizer.offloads_optimizer else 0.0
         totals = dict.fromkeys(("weights", "gradients", "optimizer", "compression", "units whole"), 0.0)
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
@@ -161,16 +157,16 @@ class Footprint:
             for category, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
                 totals[category] += elements * bytes_
         if config.optional("outer_steps"):  # global weights and momentum
-            wide = max(memory.number_size(config.training.compute_dtype), 4)
+            wide = max(number_size(config.training.compute_dtype), 4)
             totals["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
-        layers = self._layers_of(rank)
+        layers = self.rank_layers[rank]
         parallel = config.parallel
         ranks = self.world_size // config.num_groups // parallel.pipeline_model_parallel_size
         of_matrices = memory.matrix_state_elements(config, layers, has_mtp=self.plan.stage_to_rank[-1] == rank)
-        totals["optimizer"] += max(memory.number_size(config.training.compute_dtype), 4) * of_matrices / ranks
+        totals["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
             shards = size if config.parallel.dp_zero_stage == 3 else 1
-            totals["weights"] += elements * memory.number_size(config.training.compute_dtype) / shards
+            totals["weights"] += elements * number_size(config.training.compute_dtype) / shards
         return totals | ({"weights": 0.0} if config.parallel.offloads_weights else {})
 
     def _state_of_an_element(self, size: int, *, hidden: bool) -> dict[str, float]:
@@ -222,7 +218,7 @@ class Footprint:
         """Bytes of the running operation: gradients of the widest part of a layer, or of the fused output layer."""
         config = self.config
         model = self.config.model
-        n = memory.number_size(config.training.compute_dtype)
+        n = number_size(config.training.compute_dtype)
         parallel = config.parallel
         tp = parallel.tensor_model_parallel_size
         tokens = self.tokens
@@ -238,7 +234,7 @@ class Footprint:
         size = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
             size = max(size, n * tokens * 2 * model.hidden_size)
-        recurrent = filter(model.is_recurrent, self._layers_of(rank))
+        recurrent = filter(model.is_recurrent, self.rank_layers[rank])
         return max([size, *(RecurrenceCost.of(config, layer).again for layer in recurrent)])
 
     def _widest(self, rank: int, share: float, size: float) -> float:
@@ -247,18 +243,15 @@ class Footprint:
         model = self.config.model
         freed = 0.0
         widest = 0.0
-        for layer in reversed(self._layers_of(rank)):
+        for layer in reversed(self.rank_layers[rank]):
             ffn_size = model.of_layer(layer).ffn_size if model.has_dense_mlp(layer) else 0
             widest = max(widest, share * ffn_size - freed)
             freed += self.layer_bytes[layer] / size if model.recompute_granularity != "full" else 0.0
         return widest
 
-    def _layers_of(self, rank: int) -> list[int]:
-        """The layers of all stages of a pipeline rank."""
-        return self._layers_of_ranks[rank]
-
     @cached_property
-    def _layers_of_ranks(self) -> list[list[int]]:
+    def rank_layers(self) -> list[list[int]]:
+        """The layers of all stages of each pipeline rank."""
         by_rank: list[list[int]] = [[] for _ in self.plan.ranks]
         for rank, run in zip(self.plan.stage_to_rank, self.layers, strict=False):  # a mean over stages has no layers
             by_rank[rank] += run

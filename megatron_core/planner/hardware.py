@@ -115,6 +115,11 @@ TYPES = {f.name: _OF_FIELDS[str(f.type)] for section in (Hardware, Link) for f i
 REMEDY = "measure the machine again with megatron-diagnose --machine"
 
 
+def number_size(dtype: str) -> int:
+    """Bytes per element of a dtype."""
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
 def known_hardware() -> list[str]:
     """Names of the machines included in the library."""
     return sorted(path.stem for path in MACHINES.glob("*.json"))

@@ -13,8 +13,8 @@ from megatron_core.config.attention import attention_of
 from megatron_core.config.linear_layers import feed_forward_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import comm_type_of, layer_pairs, layer_traffic
-from megatron_core.planner.hardware import Hardware, Rings
-from megatron_core.planner.memory import computed_weights, layer_activations, number_size
+from megatron_core.planner.hardware import Hardware, Rings, number_size
+from megatron_core.planner.memory import computed_weights, layer_activations
 from megatron_core.planner.parameters import joins_parts, padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import RecurrenceCost

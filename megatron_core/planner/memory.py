@@ -15,6 +15,7 @@ from megatron_core.config import ModelConfig, OptimizerConfig, ParallelConfig, R
 from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.config.linear_layers import feed_forward_of, linear_layers
 from megatron_core.config.mixers import mixer_of
+from megatron_core.planner.hardware import number_size
 from megatron_core.planner.parameters import added_tensors, trains_whole_model
 
 ADAM = OptimizerConfig()
@@ -205,11 +206,6 @@ def recomputed_layers(config: RunConfig, num_layers: int) -> tuple[int, int]:
     if model.recompute_method == "uniform":
         return num_layers, -(-num_layers // every)
     return min(every, num_layers), min(every, num_layers)
-
-
-def number_size(dtype: str) -> int:
-    """Bytes per element of a dtype."""
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
 def _number_size(config: RunConfig) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.config.mixers import recurrence_of
-from megatron_core.planner.hardware import GroupBandwidth, Hardware
+from megatron_core.planner.hardware import GroupBandwidth, Hardware, number_size
 
 CHUNK = 64
 CHANNEL_CHUNK = 16
@@ -58,7 +58,7 @@ class RecurrenceCost:
         cp = parallel.context_parallel_size
         batch = config.training.micro_batch_size
         length = config.data.seq_length / cp
-        number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+        number = number_size(config.training.compute_dtype)
         block = length / (1 if cp == 1 else 2)
         tokens = length * batch
         wide = max(number, 4)

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import QUERY_BLOCK, attention_of
 from megatron_core.planner.context import layer_traffic
-from megatron_core.planner.hardware import Hardware, Rings
+from megatron_core.planner.hardware import Hardware, Rings, number_size
 from megatron_core.planner.passes import Seconds
 
 MASKS = 5
@@ -58,7 +58,7 @@ def sparse_work(config: RunConfig) -> tuple[Work, Work]:
     tp = parallel.tensor_model_parallel_size
     length = config.data.seq_length
     tokens = length * config.training.micro_batch_size / parallel.context_parallel_size
-    number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+    number = number_size(config.training.compute_dtype)
     scale = max(number, 4) / 4
     attention_layer = attention_of(model)
     heads = model.num_attention_heads / tp
@@ -99,7 +99,7 @@ def sparse_seconds(config: RunConfig, layer: int, hardware: Hardware, rings: Rin
     sent = layer_traffic(config, layer)
     tp = rings.ring("tp")
     cp = rings.ring("cp")
-    number = {"float64": 8, "float32": 4}.get(dtype, 2)
+    number = number_size(dtype)
     tokens = config.data.seq_length * config.training.micro_batch_size / parallel.context_parallel_size
     index_keys = (cp.size - 1) * tokens * config.value("dsa_indexer_head_dim") * number
     rates = hardware.flops(dtype), hardware.flops("float64" if dtype == "float64" else "float32")

@@ -21,8 +21,7 @@ def vocab_parallel_entropy(logits: Tensor, tp_group: Group, vocab_size: int) -> 
     With p = softmax(z), H = log sum_v exp(z_v) - sum_v p_v z_v. Columns at or beyond ``vocab_size`` are padding.
     """
     columns = VocabularyLoss.of(logits.shape[-1], vocab_size, 0.0, tp_group, "auto")
-    result: Tensor = _Entropy.apply(logits, tp_group, columns.valid)
-    return result
+    return _Entropy.apply(logits, tp_group, columns.valid)
 
 
 class _Entropy(torch.autograd.Function):

@@ -107,8 +107,7 @@ class HttpEnvironment:
         """The prompt."""
         answer = self._post("reset", {"task": self._task}, {"episode", "prompt"}, set())
         self._episode = answer["episode"]
-        prompt: TextOrTokens = answer["prompt"]
-        return prompt
+        return answer["prompt"]
 
     def step(self, turn: Turn) -> Reply:
         """The reply to a turn."""

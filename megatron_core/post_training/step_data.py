@@ -88,10 +88,10 @@ class StepData:
         split = self._run.split
         local = split.local(experts).transpose(0, 1).to(self._run.world.device)
         if split.sequence_parallel:
-            own = split.residual(local)
+            local_rows = split.residual(local)
         else:
-            own = local[routed_rows(len(local), self._run.groups.group("tp"))]
-        by_layer = own.unbind(2)
+            local_rows = local[routed_rows(len(local), self._run.groups.group("tp"))]
+        by_layer = local_rows.unbind(2)
         layers = self._run.config.model.section(MoEConfig).expert_layers
         return RouterReplay(dict(zip(layers, by_layer, strict=True)))
 

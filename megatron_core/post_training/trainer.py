@@ -1,7 +1,5 @@
 """Post-training that a program drives: log-probabilities, and steps on an objective of them, in any layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -169,13 +167,13 @@ class Trainer:
         numbers = data.collect(outputs)
         return numbers, data.collect(scores.entropies) if scores.with_entropy else None
 
-    def frozen_copy(self) -> FrozenPolicy:
+    def frozen_copy(self) -> "FrozenPolicy":
         """A copy of the present weights without gradients, in the layout of the trainer, such as a reference."""
         run = self.run
         present = LiveWeights(run.data_parallel, run.vocab_size, run.world.device)
         return FrozenPolicy(self, load_frozen(run, run.config, run.layer_specs, present))
 
-    def teacher(self) -> FrozenPolicy:
+    def teacher(self) -> "FrozenPolicy":
         """The model of ``--kd-teacher``, for its log-probabilities."""
         teacher = teacher_of(self.run)
         return FrozenPolicy(self, teacher.model, teacher.config)

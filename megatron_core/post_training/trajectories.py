@@ -1,7 +1,5 @@
 """Texts with numbers for each of their learned tokens, and their packing into the rows of a step."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,14 +53,14 @@ class Trajectory:
         *,
         experts: np.ndarray | None = None,
         **values: float | Sequence[float] | Tensor,
-    ) -> Trajectory:
+    ) -> "Trajectory":
         """A prompt of at least one token, and an answer whose tokens are all learned."""
         if not prompt or not answer:
             raise DataError(f"a prompt of {len(prompt)} and an answer of {len(answer)} tokens; give at least one each")
         return cls([*prompt, *answer], [0] * (len(prompt) - 1) + [1] * len(answer), values, experts)
 
     @classmethod
-    def of_text(cls, tokens: Sequence[int], *, experts: np.ndarray | None = None, **values: float) -> Trajectory:
+    def of_text(cls, tokens: Sequence[int], *, experts: np.ndarray | None = None, **values: float) -> "Trajectory":
         """A text whose only learned position is the one after its last token, for the value of the whole text."""
         # The last token of a trajectory is only predicted; a value head does not read the one added here.
         return cls([*tokens, tokens[-1]], [0] * (len(tokens) - 1) + [1], values, experts)
@@ -119,7 +117,7 @@ class PackedRows:
     """Trajectories start at multiples of this number; the positions before the next one are padding."""
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], room: RowRoom, num_rows: int) -> PackedRows:
+    def of(cls, trajectories: Sequence[Trajectory], room: RowRoom, num_rows: int) -> "PackedRows":
         """Pack into rows of at most ``room.longest`` positions; their number is a multiple of ``num_rows``, for which
         rows without trajectories are added.
 

@@ -134,8 +134,7 @@ def read_counts(path: Path) -> dict[str, Any]:
     """The counts of a range. DataError: damaged."""
     try:
         with path.open("rb") as file:
-            counts: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            return counts
+            return json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, ValueError, MemoryError) as error:
         raise DataError(f"{path} cannot be read ({error}); remove it, and run the command again") from None
 

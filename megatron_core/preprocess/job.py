@@ -15,28 +15,110 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from megatron_core.data_parts.manifest import get_parts_path
+import numpy as np
+
+from megatron_core.data_parts.manifest import PartEntry, PartList, get_parts_path, relative_to_list
 from megatron_core.datasets.header import DatasetHeader, check_header_path, get_header_path
 from megatron_core.datasets.indexed import DType, get_bin_path, get_idx_path
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.output_file import refuse_other_file, starting_with
 from megatron_core.preprocess import inputs
-from megatron_core.preprocess.atomic_write import DiskFullError, partial_path
+from megatron_core.preprocess.atomic_write import DiskFullError, atomic_write, partial_path, sync_file
 from megatron_core.preprocess.backends import Backend, TokenizerBackend, disagreement, load_backend, odd_texts
-from megatron_core.preprocess.builder import refuse_existing, refuse_other_files, unfinished, write_header
+from megatron_core.preprocess.builder import Extent, refuse_existing, refuse_other_files, unfinished, write_header
 from megatron_core.preprocess.engines import PartsInOrder, write_partition
 from megatron_core.preprocess.identity import identity, token_identity
-from megatron_core.preprocess.kept_parts import KeptParts
+from megatron_core.preprocess.inputs import InputFile
 from megatron_core.preprocess.output import BrokenDocumentError, TokenOutput, WorkFolder, work_path
 from megatron_core.preprocess.parts import PartFolder, parts_path
-from megatron_core.preprocess.plan import SMALL_TASK, TASKS_PER_WORKER, group_pieces, plan_parts, read_pieces
+from megatron_core.preprocess.plan import SMALL_TASK, TASKS_PER_WORKER, InputPart, group_pieces, plan_parts, read_pieces
 from megatron_core.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron_core.preprocess.readers import content_blocks
 from megatron_core.preprocess.report import IntervalTimer, JobProgress, backend_sentence, counted, summary_lines
 from megatron_core.preprocess.settings import Limits, PreprocessSettings, check_preprocessing
 from megatron_core.preprocess.worker import EncodedPart, TokenFormat, Worker, sentence_splitter
 from megatron_core.tokenizers import Tokenizer
+
+
+class CountedTokens:
+    """The interface of `TokenWriter` for tokens that are already in their files: it only counts."""
+
+    def __init__(self, bin_path: str, dtype: Any, resume: Extent | None = None) -> None:
+        self.extent = Extent()
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
+        """Count documents: tokens, the length of each sequence [S], the number of sequences per document [D]."""
+        now = self.extent
+        self.extent = Extent(now.tokens + len(tokens), now.sequences + len(lengths), now.documents + len(counts))
+
+    def cut(self, extent: Extent) -> None:
+        """Return to an earlier extent."""
+        self.extent = extent
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def discard(self) -> None:
+        """Nothing was written."""
+
+
+class KeptParts(TokenOutput):
+    """Checks the parts in the order of the input as `TokenOutput` does, and lists those that belong to the result."""
+
+    writer = CountedTokens
+
+    def __init__(
+        self, work: WorkFolder, sources: Sequence[InputFile], settings: PreprocessSettings, remarks: Path, dtype: str
+    ) -> None:
+        work.state = None  # reading the counts of all parts again takes seconds
+        super().__init__(work, sources, settings, remarks, dtype)
+        self._folder = PartFolder(settings)
+        self._parts: list[tuple[InputPart, list[PartEntry]]] = []
+        self._damaged: set[int] = set()
+
+    def note_part(self, shard: InputPart) -> None:
+        """Add a part whose content has been appended."""
+        records = self._folder.records(shard)
+        self._damaged |= {r.source for r, record in zip(shard.ranges, records, strict=True) if record["damage"]}
+        entries = []
+        for name, prefix, (tokens, sequences, documents) in zip(
+            self._settings.key_names, self._prefixes, records[-1]["extents"], strict=True
+        ):
+            path = relative_to_list(prefix, str(self._folder.prefix(shard, name)))
+            entries.append(PartEntry(path, sequences, documents, tokens))
+        self._parts.append((shard, entries))
+
+    @property
+    def part_names(self) -> set[str]:
+        """Names of the parts that the lists contain."""
+        return {shard.name for shard, _ in self._kept()}
+
+    def save(self) -> None:
+        """Nothing: the parts are the progress."""
+
+    def publish(self) -> None:
+        """Write the lists, and remove an earlier pair of each name."""
+        self._note_extents()
+        sync_file(self._open_remarks)
+        self.close()
+        for number, prefix in enumerate(self._prefixes):
+            entries = [entries[number] for _, entries in self._kept()]
+            for path in (get_bin_path(prefix), get_idx_path(prefix)):
+                Path(path).unlink(missing_ok=True)
+            with atomic_write(get_parts_path(prefix)) as file:
+                file.write(PartList(self._dtype, tuple(entries)).encoded())
+        self._publish_remarks()
+
+    def _kept(self) -> list[tuple[InputPart, list[PartEntry]]]:
+        """The parts, except those of damaged files; a part of several files is without the damaged ones."""
+        return [
+            (shard, entries)
+            for shard, entries in self._parts
+            if not (len(shard.sources) == 1 and set(shard.sources) <= self._damaged)
+        ]
+
 
 PROBLEMS = starting_with("list of broken and empty documents", b"broken: ", b"empty: ", b"damaged: ")
 

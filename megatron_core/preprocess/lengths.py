@@ -1,7 +1,5 @@
 """Document lengths of a token file: a histogram in constant memory, and its plot."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -152,7 +150,7 @@ def plot_lengths(lengths: Lengths, png_path: str | Path, title: str) -> None:
     save_picture(figure, png_path, dpi=150)
 
 
-def draw_lengths(lengths: Lengths, upper: Axes, lower: Axes) -> None:
+def draw_lengths(lengths: Lengths, upper: "Axes", lower: "Axes") -> None:
     """Draw the histogram of document lengths, and that of their tokens."""
     bars = lengths.bars(bars_per_octave=2)
     left = [max(bar.low, _NOTHING) for bar in bars]
@@ -173,7 +171,7 @@ def draw_lengths(lengths: Lengths, upper: Axes, lower: Axes) -> None:
         lower.annotate("0", (_NOTHING**0.5, 0.0), xytext=(0, -7), ha="center", va="top", fontsize=9, **options)
 
 
-def _finish(axes: Axes) -> None:
+def _finish(axes: "Axes") -> None:
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
     axes.set_xscale("log", base=10)

@@ -1,6 +1,6 @@
 """Checks during training: differing replicas end the run; untrained parameters and starved experts are reported."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,13 @@ class RunChecks(Callback):
             return
         now = self._compare()
         if self._initial is not None and self._updates >= self._needed_updates:
-            self._note_unmoved(self._initial, now)
+            self._note(
+                f"parameters unchanged at iteration {self.run.state.iteration} since this process started",
+                self.untrained.unmoved(self.replicas.named, self._initial, now),
+                "They get no gradient, or the optimizer does not update them. Fix the model, or freeze them with "
+                "requires_grad_(False) if this is intended. If the learning rate is too small to change them in their "
+                "precision, nothing is wrong",
+            )
             self._initial = None
 
     def _is_due(self) -> bool:
@@ -99,15 +105,6 @@ class RunChecks(Callback):
             raise MegatronError(_sentence(differences, iteration, self._equal_at, self.interval))
         self._equal_at = iteration
         return hashes
-
-    def _note_unmoved(self, before: Tensor, now: Tensor) -> None:
-        self._note(
-            f"parameters unchanged at iteration {self.run.state.iteration} since this process started",
-            self.untrained.unmoved(self.replicas.named, before, now),
-            "They get no gradient, or the optimizer does not update them. Fix the model, or freeze them with "
-            "requires_grad_(False) if this is intended. If the learning rate is too small to change them in their "
-            "precision, nothing is wrong",
-        )
 
     def _note(self, what: str, names: list[str], advice: str) -> None:
         if names and self.run.world.rank == 0:
@@ -188,9 +185,7 @@ class StarvedExperts:
 
     def after_step(self, loads: Mapping[int, Sequence[int]]) -> list[str]:
         """Return experts that starved for ``STARVED_STEPS`` steps up to this one, as ``layer 3: experts 5, 17``."""
-        return list(self._sentences(loads))
-
-    def _sentences(self, loads: Mapping[int, Sequence[int]]) -> Iterator[str]:
+        sentences = []
         for layer, numbers in loads.items():
             load, starved = ExpertLoad.of(numbers), []
             for expert, tokens in enumerate(load.tokens):
@@ -199,4 +194,5 @@ class StarvedExperts:
                 if self._steps[layer, expert] == STARVED_STEPS:
                     starved.append(str(expert))
             if starved:
-                yield f"layer {layer}: {'experts' if len(starved) > 1 else 'expert'} {', '.join(starved)}"
+                sentences.append(f"layer {layer}: expert{'s' * (len(starved) > 1)} {', '.join(starved)}")
+        return sentences

@@ -232,22 +232,16 @@ def waiting_phases(summary: RunSummary) -> Iterator[Finding]:
             gain = share * (0.5 if workers else 0.9)
             changes = (flags("prefetch with more threads", gain, num_workers=2 * workers or 2), *changes)
         yield Finding("data loading", share, evidence, changes)
-    share, rank = summary.worst_share("checkpoint")
-    if share >= 0.03:
-        interval = _setting(summary, "save_interval", None)
-        changes = (Change("save to a faster disk", share / 2),)
-        if interval:
-            changes = (flags("save half as often", share / 2, save_interval=2 * interval), *changes)
-        evidence = f"{summary.name(rank)} writes checkpoints for {share:.1%} of the time (save_interval={interval})"
-        yield Finding("checkpoint", share, evidence, changes)
-    share, _ = summary.worst_share("evaluation")
-    if share >= 0.1:
-        evidence = f"evaluations take {share:.1%} of the time"
-        interval = _setting(summary, "eval_interval", None)
-        changes = (Change("evaluate on half the data (--eval-iters)", share / 2),)
-        if interval:
-            changes = (flags("evaluate half as often", share / 2, eval_interval=2 * interval), *changes)
-        yield Finding("evaluation", share, evidence, changes)
+    for phase, least, verb, setting, other in (
+        ("checkpoint", 0.03, "save", "save_interval", "save to a faster disk"),
+        ("evaluation", 0.1, "evaluate", "eval_interval", "evaluate on half the data (--eval-iters)"),
+    ):
+        share, rank = summary.worst_share(phase)
+        if share >= least:
+            interval = _setting(summary, setting, None)
+            rarer = [flags(f"{verb} half as often", share / 2, **{setting: 2 * interval})] if interval else []
+            evidence = f"{summary.name(rank)} {verb}s for {share:.1%} of the time ({setting}={interval})"
+            yield Finding(phase, share, evidence, (*rarer, Change(other, share / 2)))
     share, _ = summary.worst_share("optimizer")
     if share >= 0.1:
         copies = len({summary.coordinate(rank, "dp") for rank in summary.ranks})

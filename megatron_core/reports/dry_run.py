@@ -122,7 +122,7 @@ class RankEstimate:
             + sum(piece.memory.nbytes for piece in optimizer.joint_state())
             + _bytes_of_groups(self.config, optimizer),
             "elsewhere": sum(shard.nbytes for shard in optimizer.shards if shard.placement.is_offloaded),
-            **{category: round(size) for category, size in formula.moving(self.groups.index("pp")).items()},
+            **{category: round(size) for category, size in formula.all_moving[self.groups.index("pp")].items()},
         }
 
 

@@ -23,7 +23,8 @@ from megatron_core.output_file import make_folder, no_follow
 from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.planner import state_by_kind
 from megatron_core.planner.explain import flag_of, predicted_bytes, readable_bytes, settings_that_fit
-from megatron_core.planner.memory import matrix_state_elements, number_size
+from megatron_core.planner.hardware import number_size
+from megatron_core.planner.memory import matrix_state_elements
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run

@@ -6,8 +6,6 @@ Source of the split: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section
 a B of different micro-batches may run together, as a pair.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass

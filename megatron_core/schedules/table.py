@@ -8,11 +8,10 @@ backward, input gradient and weight gradient.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from megatron_core.errors import ConfigError
-from megatron_core.feature import AddedSettings, added_settings, features, load_hook
+from megatron_core.feature import cached_for_features, features, load_hook
 from megatron_core.schedules.actions import Action, Plan, plan_of_turns, round_robin_stages, v_shaped_stages
 
 
@@ -123,13 +122,9 @@ _OF_EVERY_RUN = (
 )
 
 
+@cached_for_features
 def schedules(*, in_pairs: bool = False) -> Mapping[str, Schedule]:
     """All schedules by name, or their forms in pairs."""
-    return _rows(in_pairs, added_settings())
-
-
-@cache
-def _rows(in_pairs: bool, _added: AddedSettings) -> dict[str, Schedule]:
     rows = (*_OF_EVERY_RUN, *(row for feature in features() for row in feature.schedules))
     return {row.name: row for row in rows if row.in_pairs == in_pairs}
 

@@ -1,7 +1,5 @@
 """Copies of a run's small files, such as metrics and settings, in the object storage of its checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -75,7 +73,7 @@ class _Copies:
         """Size and time of change of each file when this process stored it."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> _Copies | None:
+    def of(cls, config: RunConfig) -> "_Copies | None":
         """The places of a run, or None if ``save`` is not in object storage."""
         save, folder = config.checkpoint.save, config.checkpoint.run_folder
         remote: object = None if save is None else location(save)

@@ -1,7 +1,5 @@
 """Reads tensors of a safetensors file in object storage: the header once, then only the needed rows of a tensor."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +24,7 @@ class TensorsInStorage:
         """The texts stored with the tensors."""
         return self._header.get("__metadata__")
 
-    def get_slice(self, key: str) -> SliceInStorage:
+    def get_slice(self, key: str) -> "SliceInStorage":
         """A tensor that is read when it is indexed."""
         return SliceInStorage(self.path, self._begin, self._header[key])
 

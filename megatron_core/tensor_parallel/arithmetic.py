@@ -4,8 +4,6 @@ Layers ask the object for their products in the constructor, so that no ``forwar
 ``LayerArithmetic`` sums in the order of the ranks; a feature derives another class (``Feature.arithmetic``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -44,7 +42,7 @@ class LayerArithmetic:
     core_attention: Callable[..., nn.Module] | None = None
     """Constructor from (context, layer number, *, window_size) that replaces those of ``core_attention_of``."""
 
-    def of_layer(self, layer_number: int) -> LayerArithmetic:
+    def of_layer(self, layer_number: int) -> "LayerArithmetic":
         """The arithmetic inside of a transformer layer; embeddings and the output layer use this object."""
         return self
 
@@ -74,8 +72,7 @@ class LayerArithmetic:
 
     def normalise(self, norm: Any, x: Tensor) -> Tensor:
         """Apply a ``transformer.norm.Norm`` to ``x``."""
-        normed: Tensor = norm.normalised(x, norm.weight, norm.bias)
-        return normed
+        return norm.normalised(x, norm.weight, norm.bias)
 
     def lookup(self, tokens: Tensor, weight: nn.Parameter, first: int, ranks: int, *, in_place: bool = False) -> Tensor:
         """See ``vocab_parallel_lookup``."""

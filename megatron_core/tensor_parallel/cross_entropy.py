@@ -3,8 +3,6 @@
 loss = log sum_v exp(z_v) - z_target. Source: Shoeybi et al. 2019, section 3 (fused parallel cross entropy).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +77,7 @@ class VocabularyLoss:
         tp_group: Group | None,
         backend: Backend,
         num_parts: int = 1,
-    ) -> VocabularyLoss:
+    ) -> "VocabularyLoss":
         """For logits with ``columns`` columns on each rank; no padding if ``vocab_size`` is None."""
         group = tensor_parallel_group(tp_group)
         first = group.rank() * columns

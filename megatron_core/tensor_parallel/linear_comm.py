@@ -13,8 +13,6 @@ Models".
 #   own;
 # - the all-reduce of y has ``chunks`` parts, which are summed during the products of later ones.
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add

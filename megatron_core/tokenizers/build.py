@@ -1,7 +1,5 @@
 """Build the tokenizer that Megatron's flags (`--tokenizer-type`, `--tokenizer-model` ...) describe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ class TokenizerFiles:
     tiktoken_num_special_tokens: int = NUM_SPECIAL_TOKENS
 
     @classmethod
-    def of(cls, tokenizer_type: str, settings: object) -> TokenizerFiles:
+    def of(cls, tokenizer_type: str, settings: object) -> "TokenizerFiles":
         """Take the flags from the attributes of ``settings``."""
         _, *names = (field.name for field in fields(cls))
         return cls(tokenizer_type, **{name: getattr(settings, name) for name in names})

@@ -1,7 +1,5 @@
 """The files of a tokenizer and its chat template that a checkpoint keeps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +24,7 @@ def template_path(name: str) -> Path:
     return path if path.exists() else built_in.get(name, path)
 
 
-def files_to_store(tokenizer: Tokenizer | None, chat_template: str | None = None) -> dict[str, Path]:
+def files_to_store(tokenizer: "Tokenizer | None", chat_template: str | None = None) -> dict[str, Path]:
     """The files that a checkpoint keeps, by their names in it; ``chat_template`` replaces the default template."""
     files = {f"tokenizer/{stored_name(path)}": path for path in (tokenizer.files() if tokenizer else ())}
     if chat_template is not None and template_path(chat_template).is_file():

@@ -1,7 +1,5 @@
 """The data of a run: data sets, records of the data files, and the interface of features that change them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +47,7 @@ def make_splits(
     return for_evaluation(splits, config)
 
 
-def _build(feature_parts: Sequence[DataPart], request: DataRequest) -> Splits:
+def _build(feature_parts: "Sequence[DataPart]", request: "DataRequest") -> Splits:
     """The data sets that a feature builds, else mock data or token files in keyed order."""
     # The first one builds: rules refuse settings with which two features would.
     for feature_part in feature_parts:

@@ -89,6 +89,5 @@ def build_objective(config: RunConfig, run: Any) -> Objective:
     if len(hooks) > 1:
         raise ConfigError(f"the features {', '.join(hooks)} each replace the loss; use only one of them")
     for hook in hooks.values():
-        objective: Objective = load_hook(hook)(run)
-        return objective
+        return load_hook(hook)(run)
     return Objective(run)

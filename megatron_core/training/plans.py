@@ -1,7 +1,5 @@
 """Sizes of a run's steps, and their pipeline plans: one for each number of micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,14 +23,14 @@ class StepSize:
     """Tokens of each sequence."""
 
     @classmethod
-    def at(cls, config: RunConfig, data_parallel_size: int, consumed_samples: int) -> StepSize:
+    def at(cls, config: RunConfig, data_parallel_size: int, consumed_samples: int) -> "StepSize":
         """The step of a training that follows ``consumed_samples``."""
         batch = config.training.batch_growth(data_parallel_size, config.data.seq_length).at(consumed_samples)
         length = config.data.length_growth.at(consumed_samples)
         return cls(consumed_samples, batch, batch // (config.training.micro_batch_size * data_parallel_size), length)
 
     @classmethod
-    def of_evaluation(cls, config: RunConfig, data_parallel_size: int) -> StepSize:
+    def of_evaluation(cls, config: RunConfig, data_parallel_size: int) -> "StepSize":
         """The first batch of an evaluation; all evaluation batches have full size, so that results are comparable.
 
         Each outer group evaluates the whole batch."""

@@ -1,7 +1,5 @@
 """Writing checkpoints of a run."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -313,5 +311,4 @@ class CheckpointSaver:
 def make_saver(config: RunConfig, *arguments: Any, **settings: Any) -> CheckpointSaver:
     """Construct the ``CheckpointSaver`` of a run with further arguments, or that of a feature that the run uses."""
     hooks = [feature.saver for feature in used_features(config) if feature.saver is not None]
-    saver: CheckpointSaver = (load_hook(hooks[0]) if hooks else CheckpointSaver)(config, *arguments, **settings)
-    return saver
+    return (load_hook(hooks[0]) if hooks else CheckpointSaver)(config, *arguments, **settings)

@@ -1,7 +1,5 @@
 """A training step of a GPT, and its evaluation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -232,7 +230,7 @@ def forward_step(
     run: Run,
     batches: Sequence[MicroBatch],
     auxiliary: AuxiliaryLosses | None = None,
-    statistics: StepStatistics | None = None,
+    statistics: "StepStatistics | None" = None,
     *,
     spoiled: bool = False,
 ) -> ForwardStep:

@@ -5,8 +5,6 @@ schedule, and counts once if activations are recomputed. Source: Megatron Core's
 is a class attribute; here it is a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,7 +51,7 @@ class AuxiliaryLosses:
     counts_by_micro_batch: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Arguments of ``counts_so_far``, by layer and micro-batch."""
 
-    def of_micro_batch(self, micro: int) -> MicroBatchAuxiliaryLosses:
+    def of_micro_batch(self, micro: int) -> "MicroBatchAuxiliaryLosses":
         """Return the collector for the forward pass of a micro-batch."""
         return MicroBatchAuxiliaryLosses(self, micro)
 

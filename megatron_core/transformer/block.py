@@ -1,7 +1,5 @@
 """The consecutive layers of one pipeline stage, and one layer: norm, attention, norm, MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -181,8 +179,7 @@ class TransformerLayer(nn.Module):
 
     def _run_mlp(self, normed: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         mlp = recomputed(self.mlp) if self.recompute_mlp and self.training else self.mlp
-        output: tuple[Tensor, Tensor | None] = mlp(normed, context)
-        return output
+        return mlp(normed, context)
 
     def _dropped(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[None]:
         """Return a context in which autograd does not keep ``normed``, if norms are recomputed."""

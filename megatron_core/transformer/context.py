@@ -1,7 +1,5 @@
 """Settings and groups for the constructors of layers, and micro-batch data for their forward pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,11 +57,11 @@ class LayerContext:
         number = self.parallel.arithmetic.parts_on(self.tp_group)
         return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * number, self.tp_group.size())
 
-    def of_layer(self, layer_number: int) -> LayerContext:
+    def of_layer(self, layer_number: int) -> "LayerContext":
         """Return the context of a layer, with its sizes and its arithmetic."""
         return replace(self.with_arithmetic_of(layer_number), config=self.config.of_layer(layer_number))
 
-    def with_arithmetic_of(self, layer_number: int) -> LayerContext:
+    def with_arithmetic_of(self, layer_number: int) -> "LayerContext":
         """Return the context with the arithmetic of a layer."""
         arithmetic = self.parallel.arithmetic.of_layer(layer_number)
         return replace(self, parallel=replace(self.parallel, arithmetic=arithmetic))
@@ -139,7 +137,7 @@ class PackedDocuments:
     """The masks of FlexAttention by window, for all layers of the micro-batch."""
 
     @classmethod
-    def of(cls, lengths: Sequence[Sequence[int]], batch: int, length: int, device: torch.device) -> PackedDocuments:
+    def of(cls, lengths: Sequence[Sequence[int]], batch: int, length: int, device: torch.device) -> "PackedDocuments":
         """Construct from ``batch`` sequences of ``length`` tokens; DataError if document lengths do not add up."""
         if len(lengths) != batch:
             raise DataError(f"document_lengths are those of {len(lengths)} sequences, and the batch has {batch}")
@@ -148,7 +146,7 @@ class PackedDocuments:
                 raise DataError(f"document_lengths[{number}]={list(row)} must be above 0 and add up to {length} tokens")
         return cls(tuple(tuple(row) for row in lengths), device)
 
-    def cut(self, size: int) -> PackedDocuments:
+    def cut(self, size: int) -> "PackedDocuments":
         """The same documents, each cut into chunks of ``size`` tokens; its last chunk may be shorter."""
         return PackedDocuments(tuple(chunk_lengths(row, size) for row in self.lengths), self.device)
 

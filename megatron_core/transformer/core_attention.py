@@ -232,8 +232,7 @@ def kernels_for(query: Tensor) -> AbstractContextManager[object]:
     """Exclude cuDNN for a single query on a GPU: in generation the keys get longer with every token."""
     if not query.is_cuda or query.shape[2] > 1 or torch.compiler.is_compiling():
         return nullcontext()
-    exclusion: AbstractContextManager[object] = sdpa_kernel(WITHOUT_PLANS)
-    return exclusion
+    return sdpa_kernel(WITHOUT_PLANS)
 
 
 def fused_attention(

@@ -1,7 +1,5 @@
 """One reduction over tensor-parallel ranks for parts of a layer with the same input, whose outputs are added."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -44,7 +42,7 @@ class JoinedParts:
                 self._scatters = linear.config.sequence_parallel
 
     @classmethod
-    def of(cls, sublayers: Sequence[nn.Module], context: LayerContext) -> JoinedParts | None:
+    def of(cls, sublayers: Sequence[nn.Module], context: LayerContext) -> "JoinedParts | None":
         """Join ``sublayers``; None if ranks do not split them, or need the output of each part.
 
         Canonical parts (--layout-invariant) are added in an order of their own, and --tp-comm-overlap-chunks pipelines

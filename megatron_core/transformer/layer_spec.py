@@ -129,8 +129,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
 
 
 def _loss_names(layer: Callable[..., nn.Module], config: ModelConfig) -> tuple[str, ...]:
-    names: tuple[str, ...] = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
-    return names
+    return getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
 
 
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:

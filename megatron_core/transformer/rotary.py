@@ -36,5 +36,4 @@ def rotary_frequencies(
     """
     if config.rotary_scaling is None:
         return plain_frequencies(channels, config.rotary_base, device), 1.0
-    scaled: tuple[Tensor, float] = load_hook(config.rotary_scaling)(config, channels, max_sequence_length, device)
-    return scaled
+    return load_hook(config.rotary_scaling)(config, channels, max_sequence_length, device)

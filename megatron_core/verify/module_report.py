@@ -213,8 +213,7 @@ def _count(batch: Any) -> int:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.detach().to("cpu", torch.float64, copy=True).numpy()
-    return array
+    return tensor.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
 class WithoutFloat32(TorchFunctionMode):

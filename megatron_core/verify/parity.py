@@ -254,8 +254,7 @@ class _Runner:
     def _results(self, layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on the ranks of a layout."""
         if self.device == "simulated" and layout.world_size > 1:
-            results: list[Any] = run_simulated(layout.world_size, function, *args, layout=layout).result
-            return results
+            return run_simulated(layout.world_size, function, *args, layout=layout).result
         device = "cuda" if self.device == "cuda" else "cpu"
         return run_ranks(
             layout.world_size, function, *args, timeout=10 * self.timeout, device=device, backend=self.backend

@@ -56,7 +56,7 @@ IN_LATENTS = (
     ),
     Defect(
         "hidden states of the next position are sought on this rank alone",
-        "features.multi_token.mixing:HiddenStateMixing._next_positions",
+        "features.multi_token.block:HiddenStateMixing._next_positions",
         call("gather_from_sequence", "FIRST"),
         "multi-token prediction, tp2 sp, mixed",
         "C17",

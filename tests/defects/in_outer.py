@@ -8,7 +8,7 @@ from tests.defects.patch import argument, call, returned, without_call
 IN_OUTER = (
     Defect(
         "outer gradients are added up instead of averaged",
-        "features.outer_steps.messages:GroupMessage.wait",
+        "features.outer_steps.optimizer:GroupMessage.wait",
         call("div_", "SELF"),
         "2 groups",
         culprit="updated weight ",

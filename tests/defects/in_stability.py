@@ -8,14 +8,14 @@ from tests.defects.patch import argument, attribute, call, constant, expression,
 IN_STABILITY = (
     Defect(
         "the gradient of log Z is missing at the target",
-        "features.output_losses.z_loss:_CrossEntropyAndLogZ.backward",
+        "features.output_losses.head:_CrossEntropyAndLogZ.backward",
         argument("scatter_add_", 2, "0 * OLD"),
         "z-loss, tp2 sp",
         culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(
         "every rank adds the gradient of log Z to its own column of the target",
-        "features.output_losses.z_loss:_CrossEntropyAndLogZ.backward",
+        "features.output_losses.head:_CrossEntropyAndLogZ.backward",
         statement(
             "column = (target - loss.first).where(is_local, 0)",
             "column, is_local = (target - loss.first).clamp(0, loss.valid - 1), target >= 0",
@@ -25,7 +25,7 @@ IN_STABILITY = (
     ),
     Defect(
         "the z-loss ignores the mask",
-        "features.output_losses.z_loss:with_z_loss",
+        "features.output_losses.head:with_z_loss",
         expression("log_z.square() * loss_mask.transpose(0, 1)", "log_z.square()"),
         "z-loss, packed, cp2",
         culprit="gradient of the output of decoder.final_layernorm",
@@ -46,14 +46,14 @@ IN_STABILITY = (
     ),
     Defect(
         "queries see only the keys of their rank",
-        "features.qk_clip.max_logits:MaxLogits.record",
+        "features.qk_clip.clip:MaxLogits.record",
         argument("start_gather_sequence", 0, "OLD.roll(1, 0)", number=1),
         "qk-clip, window, cp2",
         culprit="updated weight decoder.layers.*.self_attention.linear_q*",
     ),
     Defect(
         "positions of keys are those of the first rank",
-        "features.qk_clip.max_logits:MaxLogits.record",
+        "features.qk_clip.clip:MaxLogits.record",
         call("start_gather_sequence", "(torch.arange(len(key)), handle)", number=2),
         "qk-clip, packed, 2 groups, cp2",
         culprit="updated weight decoder.layers.*.self_attention.linear_q*",

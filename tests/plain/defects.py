@@ -124,7 +124,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "mup",
     ),
     "z-loss of masked tokens": CommonDefect(
-        "features.output_losses.z_loss:with_z_loss",
+        "features.output_losses.head:with_z_loss",
         expression("log_z.square() * loss_mask.transpose(0, 1)", "log_z.square()"),
         "z-loss",
     ),

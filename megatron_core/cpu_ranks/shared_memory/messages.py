@@ -1,7 +1,5 @@
 """Receiving: messages arrive in sending order, and each is matched with the first pending receive of its tag."""
 
-from __future__ import annotations
-
 import ctypes
 from collections import defaultdict
 from typing import Any
@@ -20,7 +18,7 @@ OTHER_SIZE = -2
 class ReceiveHandle(Pending):
     """The handle of a receive."""
 
-    def __init__(self, messages: IncomingMessages, x: Tensor, address: int, sender: int, tag: int) -> None:
+    def __init__(self, messages: "IncomingMessages", x: Tensor, address: int, sender: int, tag: int) -> None:
         super().__init__(messages.members, "receive", 0, None, [x])
         self.address = address
         self.bytes = x.nbytes

@@ -9,8 +9,6 @@ The parent of the processes finds deadlocks: no process can continue if each wai
 that the others have sent to it.
 """
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import resource
@@ -45,7 +43,7 @@ class _Packed(NamedTuple):
     content: bytes
 
     @classmethod
-    def of(cls, x: Tensor) -> _Packed:
+    def of(cls, x: Tensor) -> "_Packed":
         """Copy ``x``."""
         values = x.detach().flatten().clone()  # numpy() forbids to free the memory of the tensor that it is called on
         return cls(x.dtype, tuple(x.shape), values.view(torch.uint8).numpy().tobytes())
@@ -64,13 +62,13 @@ class _Packet(NamedTuple):
     values: _Packed | None
 
     @classmethod
-    def of_call(cls, call: RankCall) -> _Packet:
+    def of_call(cls, call: RankCall) -> "_Packet":
         """Copy a call."""
         emptied = Part(None, tuple(call.share.send), tuple(call.share.receive))
         return cls(call._replace(share=emptied), None if call.share.values is None else _Packed.of(call.share.values))
 
     @classmethod
-    def of_message(cls, message: RankMessage) -> _Packet:
+    def of_message(cls, message: RankMessage) -> "_Packet":
         """Copy a message."""
         return cls(message._replace(values=_NOTHING), _Packed.of(message.values))
 

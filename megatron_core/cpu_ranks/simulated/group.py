@@ -1,7 +1,5 @@
 """The process group of a simulated rank, with the operations of ``shared_memory.group`` through memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -71,7 +69,7 @@ class _Sent(_Work):
 class _Received(_Work):
     """The handle of a receive."""
 
-    def __init__(self, group: SimulatedGroup, receive: WaitingReceive, sender: int) -> None:
+    def __init__(self, group: "SimulatedGroup", receive: WaitingReceive, sender: int) -> None:
         super().__init__([receive.buffer])
         self._group = group
         self._receive = receive
@@ -113,7 +111,7 @@ class _Received(_Work):
 class _Collective(_Work):
     """The handle of a collective; ``target`` is filled with this rank's result."""
 
-    def __init__(self, group: SimulatedGroup, meeting: Meeting, target: Tensor | None, finish: Any = None) -> None:
+    def __init__(self, group: "SimulatedGroup", meeting: Meeting, target: Tensor | None, finish: Any = None) -> None:
         super().__init__([] if target is None else [target])
         self._group = group
         self._meeting = meeting

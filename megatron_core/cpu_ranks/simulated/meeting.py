@@ -4,8 +4,6 @@ The last rank that calls a collective computes its results, in rank order, so th
 gets its result in ``wait``: a tensor that is read before is outdated, as it may be in a job.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,10 +139,10 @@ class Elsewhere(Protocol):
     def homes(self, ranks: Sequence[int]) -> Sequence[int]:
         """The other processes that have some of ``ranks``."""
 
-    def repeat(self, homes: Sequence[int], call: RankCall) -> None:
+    def repeat(self, homes: Sequence[int], call: "RankCall") -> None:
         """Repeat a call in the processes ``homes``."""
 
-    def send(self, message: RankMessage) -> bool:
+    def send(self, message: "RankMessage") -> bool:
         """Send a message if its receiver is a rank of another process."""
 
 

@@ -1,7 +1,5 @@
 """Messages about a simulated world that cannot continue: the ranks by their axes, the module, the collective."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -8,8 +8,6 @@ The thread that became ready last runs first: of several copies of a model one t
 that few of them have activations at a time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

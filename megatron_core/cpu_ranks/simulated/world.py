@@ -1,7 +1,5 @@
 """The threads of a simulated world, and what torch.distributed knows of each of its ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections import defaultdict
@@ -61,7 +59,7 @@ _NEW_GROUP: RankLocal[Callable[..., Any]] = RankLocal(lambda: _OF_THE_PROCESS[1]
 class OtherProcesses(Elsewhere, Arrivals, Protocol):
     """The other processes of a divided world."""
 
-    def open(self, world: SimulatedWorld) -> None:
+    def open(self, world: "SimulatedWorld") -> None:
         """Deliver to the channels of ``world`` from now on."""
 
 

@@ -25,8 +25,7 @@ CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
 def torch_optimizer(name: str) -> Callable[..., Optimizer]:
     """Return a class of torch.optim, or a function of ``mup``, by its exact name."""
     module = importlib.import_module("mup") if name in MUP.values() else torch.optim
-    kind: Callable[..., Optimizer] = getattr(module, name)
-    return kind
+    return getattr(module, name)
 
 
 class Chosen(NamedTuple):

@@ -305,8 +305,7 @@ class ZeroOneAdam(SignSums):
                 arriving.wait()
             except StopIteration as end:
                 super().commit(1.0, 0.0)
-                total: Tensor = end.value
-                return total
+                return end.value
 
 
 _PACK = sum(1 << (56 - 7 * bit) for bit in range(8))

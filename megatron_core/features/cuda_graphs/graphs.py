@@ -22,8 +22,6 @@ Source: Megatron Core's ``CudaGraphManager`` for one graph per layer and micro-b
 of the captures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -69,7 +67,7 @@ class Slot:
 class CapturedCall:
     """A call of a layer's function by the recorded micro-batch."""
 
-    function: GraphedFunction
+    function: "GraphedFunction"
     inputs: Sequence[int | tuple[torch.Size, torch.dtype]]
     """For each input the number of the call whose output it is, or else its shape and dtype."""
 
@@ -113,7 +111,7 @@ class StageGraphs:
             self._slot.load(context)
         return self._slot
 
-    def record(self, function: GraphedFunction, inputs: Sequence[Tensor], output: Tensor) -> None:
+    def record(self, function: "GraphedFunction", inputs: Sequence[Tensor], output: Tensor) -> None:
         """Note a call without graph of the current micro-batch."""
         is_first = not self._outputs
         if is_first and output.requires_grad and _shapes(cast(Any, self._example)) == _shapes(cast(Any, self._current)):
@@ -195,7 +193,7 @@ class CallGraph:
 
     def __init__(
         self,
-        function: GraphedFunction,
+        function: "GraphedFunction",
         inputs: Sequence[Tensor | tuple[torch.Size, torch.dtype]],
         slot: Slot,
         stage: StageGraphs,
@@ -299,8 +297,7 @@ class GraphedFunction:
             return output
         graph = self.graphs[slot]
         slot.first = slot.first or graph
-        replayed: Tensor = _Replay.apply(graph, len(inputs), *inputs, *self.parameters())
-        return replayed
+        return _Replay.apply(graph, len(inputs), *inputs, *self.parameters())
 
 
 def capture_stages(stages: Iterable[StageGraphs]) -> None:

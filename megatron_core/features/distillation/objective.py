@@ -60,8 +60,7 @@ def teacher_hidden_states(run: Run, teacher: Teacher, batches: Sequence[MicroBat
 def teacher_logits(run: Run, teacher: Teacher, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """This rank's columns of the teacher's logits, from the input of its output layer."""
     last_stage = teacher.model.stages[len(run.layers) - 1]
-    logits: Tensor = last_stage(batch.tokens, hidden_states=hidden, head=HeadOptions(only_output_layer=True))
-    return logits
+    return last_stage(batch.tokens, hidden_states=hidden, head=HeadOptions(only_output_layer=True))
 
 
 def logit_losses(

@@ -26,8 +26,7 @@ class DynamicAttention(nn.Module):
         """As ``CoreAttention``, over ``context.sharing_ranks`` ranks."""
         ranks = context.sharing_ranks
         attention = self.usual if ranks is None else self.by_ranks[str(ranks)]
-        output: Tensor = attention(query, key, value, context, *sinks)
-        return output
+        return attention(query, key, value, context, *sinks)
 
 
 def replace_attention(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:

@@ -101,8 +101,7 @@ def flex_attention(
         mask = documents.masks[window] = block_mask(first_keys(documents.lengths, window), device)
     bounded = None if softcap is None else _bounded(softcap)
     grouped = query.shape[1] != key.shape[1]
-    attended: Tensor = _compiled()(query, key, value, score_mod=bounded, block_mask=mask, enable_gqa=grouped)
-    return attended
+    return _compiled()(query, key, value, score_mod=bounded, block_mask=mask, enable_gqa=grouped)
 
 
 @cache

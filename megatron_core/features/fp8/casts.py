@@ -6,8 +6,6 @@ functions work in plain torch and also support float64, so that an FP8 model can
 layout. The casts also have native kernels, which read a matrix once or twice and write the memory orders for products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,7 +40,7 @@ class Blocks(NamedTuple):
     rows: int | None = None
     columns: int | None = None
 
-    def t(self) -> Blocks:
+    def t(self) -> "Blocks":
         """The blocks of the transposed matrix."""
         return Blocks(self.columns, self.rows)
 
@@ -79,12 +77,12 @@ class Quantised:
         """The scales, for another cast of the same matrix."""
         return Scales(self.scale, self.known_inverse)
 
-    def t(self) -> Quantised:
+    def t(self) -> "Quantised":
         """The transposed matrix, a view."""
         inverse = None if self.known_inverse is None else self.known_inverse.mT
         return Quantised(self.data.mT, self.scale.mT, self.blocks.t(), inverse)
 
-    def __getitem__(self, index: int | slice) -> Quantised:
+    def __getitem__(self, index: int | slice) -> "Quantised":
         """One of several matrices, or some rows of a matrix whose blocks are single rows."""
         if isinstance(index, slice) and self.scale.shape[0] == 1:
             return Quantised(self.data[index], self.scale, self.blocks, self.known_inverse)

@@ -58,8 +58,7 @@ def amaxes_in_parts(
     x: Tensor, grid: tuple[int, int], blocks: Sequence[tuple[int | None, int | None]]
 ) -> Sequence[Tensor]:
     """The amaxes of one or two kinds of blocks of ``x``; a whole extent has a number for each part of ``grid``."""
-    amaxes: Sequence[Tensor] = _call(_fp8_amax, x.contiguous(), *grid, _extents(blocks))
-    return amaxes
+    return _call(_fp8_amax, x.contiguous(), *grid, _extents(blocks))
 
 
 def amaxes_of_list(matrices: Sequence[Tensor]) -> Sequence[Tensor]:

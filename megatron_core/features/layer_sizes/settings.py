@@ -105,10 +105,10 @@ def read_blocks(text: str, hidden_size: int, heads: int) -> tuple[tuple[LayerBlo
     faults: list[str] = []
     blocks: list[LayerBlock] = []
     try:
-        found = parse_json(text)
+        content = parse_json(text)
     except ValueError as error:
         return (), (f"is not valid JSON ({shortened(str(error))}); correct it",)
-    entries = found.get("block_configs") if isinstance(found, dict) else None
+    entries = content.get("block_configs") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         return (), ("must be an object with block_configs, a list with an entry for each layer",)
     for number, entry in enumerate(entries):
@@ -123,8 +123,8 @@ def read_blocks(text: str, hidden_size: int, heads: int) -> tuple[tuple[LayerBlo
         if None not in (groups, of_group) or None not in (width, factor):
             faults.append(f"has two sizes of one part in {named}; keep one")
         if groups is None and of_group is not None:
-            groups, rest = divmod(heads, of_group)
-            if rest:
+            groups, remainder = divmod(heads, of_group)
+            if remainder:
                 faults.append(f"has {named}.attention.n_heads_in_group={of_group}, which must divide {heads} heads")
         if width is None and factor is not None:
             width = -(-int(2 * factor * hidden_size / 3) // MULTIPLE) * MULTIPLE

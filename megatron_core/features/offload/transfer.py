@@ -66,8 +66,7 @@ class Lane:
         ``for_host``: whether the host reads the result, and not the device.
         """
         where, operation = self._name.split()
-        handle: TransferHandle = METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))
-        return handle
+        return METER.run(operation, where, size, lambda: self._started(call, for_host=for_host))
 
     def copy(self, to: Tensor, source: Tensor, *, for_host: bool = False) -> TransferHandle:
         """Start to copy ``source`` to ``to``."""

@@ -1,18 +1,84 @@
 """The head of the vocabulary with other losses."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.features.output_losses.chunked_loss import linear_cross_entropy
-from megatron_core.features.output_losses.settings import OutputLossConfig
-from megatron_core.features.output_losses.z_loss import cross_entropy_and_log_z, with_z_loss
+from megatron_core.features.output_losses.settings import Z_LOSS, OutputLossConfig
 from megatron_core.models.gpt.model import LogitLoss, VocabularyHead
-from megatron_core.ops import linear
+from megatron_core.ops import Backend, linear
+from megatron_core.parallel.groups import Group
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
 from megatron_core.tensor_parallel.linear import LinearGradients, MatrixProducts, parallel_linear
 from megatron_core.tensor_parallel.linear_comm import LinearComm, gather_input
 from megatron_core.transformer.context import LayerContext, SequenceContext
+
+
+def with_z_loss(
+    config: OutputLossConfig,
+    loss_mask: Tensor | None,
+    context: SequenceContext,
+    parallel: ModelParallelConfig,
+    losses: Tensor,
+    log_z: Tensor,
+) -> Tensor:
+    """Return ``losses`` ``[s, b]`` with the gradient of c log^2 Z attached, for c = ``output_z_loss_coeff``.
+
+    Z is the sum of the exponentials of a token's logits; the mean is over the unmasked tokens of the global batch
+    (``loss_mask`` ``[b, s]``). Source: Chowdhery et al. 2022 (PaLM), section 5.
+    """
+    squares = log_z.square() if loss_mask is None else log_z.square() * loss_mask.transpose(0, 1)
+    return context.add_auxiliary_loss(
+        losses,
+        Z_LOSS,
+        parallel.arithmetic.loss_sum(squares),
+        layer_number=config.num_layers,
+        coefficient=config.output_z_loss_coeff,
+    )
+
+
+def cross_entropy_and_log_z(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tp_group: Group,
+    vocab_size: int,
+    backend: Backend = "auto",
+    num_parts: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[..., v/tp]`` and targets ``[...]`` -> losses and log Z = log sum_v exp(z_v), each ``[...]``.
+
+    The arguments are those of ``vocab_parallel_cross_entropy``. Backward, once, overwrites the logits:
+    dlogits = (g + h) softmax - g [target] for gradients g of losses and h of log Z.
+    """
+    losses, log_z = _CrossEntropyAndLogZ.apply(logits, target, (vocab_size, 0.0, tp_group, backend, num_parts))
+    return losses, log_z
+
+
+class _CrossEntropyAndLogZ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, vocabulary: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        loss = VocabularyLoss.of(logits.shape[-1], *vocabulary)
+        losses, statistics = loss.joined(loss.parts(logits, target))
+        ctx.loss = loss
+        ctx.save_for_backward(logits, target, statistics)
+        return losses, statistics[0] + statistics[1].log()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_losses: Tensor, of_log_z: Tensor) -> tuple[Tensor, None, None]:
+        logits, target, statistics = ctx.saved_tensors
+        loss: VocabularyLoss = ctx.loss
+        # The kernel subtracts the gradient of both at the target; that of log Z is added again.
+        grad = loss.gradient(of_losses + of_log_z, logits, target, statistics, overwrite=True).detach()
+        is_local = (target >= loss.first) & (target < loss.first + loss.valid)
+        column = (target - loss.first).where(is_local, 0)
+        grad.scatter_add_(-1, column[..., None], of_log_z.where(is_local, 0.0)[..., None].to(grad.dtype))
+        return grad, None, None
 
 
 class Float32Logits(MatrixProducts):
@@ -64,8 +130,7 @@ class LossHead(VocabularyHead):
             assert weight is not None, "an output layer without a weight of its own is tied"
             inputs = self._scaled(hidden), weight, target, self.comm
             if in_chunks is not None:
-                losses: Tensor = in_chunks(*inputs)
-                return losses
+                return in_chunks(*inputs)
             return linear_cross_entropy(*inputs, vocab_size=self.vocab_size, backend=settings.kernel_backend)
         if not settings.output_z_loss_coeff or logit_loss or context is None or context.auxiliary_losses is None:
             return super().losses(hidden, target, weight, logit_loss)

@@ -43,7 +43,7 @@ def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
     kinds = parts & {*LATENT, *ATTENTION}
     if len(kinds) == 1 and (kind := kinds.pop()) in LATENT:
         implied |= LATENT[kind]
-        main, *ahead = (each.replace(kind, ATTENTION[0]) for each in (main, *ahead))
+        main, *ahead = (pattern.replace(kind, ATTENTION[0]) for pattern in (main, *ahead))
     if len({*ahead}) == 1 and ahead[0] in AHEAD_LAYERS:
         implied |= {"mtp_num_layers": len(ahead), "mtp_layer_pattern": ahead[0]}
         ahead = []
@@ -131,8 +131,8 @@ class HybridConfig(ModelConfig):
 
     def has_part(self, layer_number: int, letters: Iterable[str]) -> bool:
         """Whether a layer (numbered from 0) has one of the parts ``letters``: always without a pattern."""
-        found = self.letter_of(layer_number)
-        return found is None or any(letter in letters for letter in found)
+        parts = self.letter_of(layer_number)
+        return parts is None or any(letter in letters for letter in parts)
 
     def may_have(self, *letters: str) -> bool:
         """Whether a layer may have one of the parts ``letters``: always without a pattern."""

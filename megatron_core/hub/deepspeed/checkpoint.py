@@ -1,7 +1,5 @@
 """``read_deepspeed_checkpoint``: whole weights, optimizer state and counters of a DeepSpeed checkpoint by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -32,7 +30,7 @@ DAMAGE = (
 
 def read_deepspeed_checkpoint(
     folder: str | Path, tag: str | None = None, *, verify: bool = True
-) -> DeepSpeedCheckpoint:
+) -> "DeepSpeedCheckpoint":
     """Open a checkpoint of DeepSpeed 0.19 or of an older release with the same layout; no pickled code is run.
 
     ``folder``: the folder that training gave to ``save_checkpoint``, with ``tag`` or the latest one, or the folder of

@@ -34,8 +34,7 @@ def is_value_model(hf_config: Mapping[str, Any]) -> bool:
 def numbers_of(model: Any, prompt: Tensor) -> Tensor:
     """The logits ``[b, s, vocabulary]`` of a model of transformers, or the value of each token ``[b, s]``."""
     if not hasattr(model, "score"):
-        logits: Tensor = model(input_ids=prompt, use_cache=False).logits
-        return logits
+        return model(input_ids=prompt, use_cache=False).logits
     values: Tensor = model.score(model.base_model(input_ids=prompt, use_cache=False)[0])
     return values.squeeze(-1)
 

@@ -38,8 +38,7 @@ def _source(entry: str | Settings) -> str | TensorSource:
     if isinstance(entry, str):
         return entry
     if "names" not in entry:
-        source: TensorSource = _named(entry)
-        return source
+        return _named(entry)
     rows = entry.get("rows")
     return TensorSource(**_with_tuples(entry) | {"rows": rows and _named(rows)})
 

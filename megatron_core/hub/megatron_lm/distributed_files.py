@@ -257,8 +257,7 @@ def _places(name: str, size: tuple[int, ...], chunk: TensorPart) -> Iterator[tup
 
 
 def _row(read: Any, index: int) -> Tensor:
-    row: Tensor = read()[index]
-    return row
+    return read()[index]
 
 
 def _half(name: str, size: tuple[int, ...], half: TensorPart) -> tuple[str, TensorPart]:

@@ -1,7 +1,5 @@
 """Names and splits of Megatron-LM's tensors, and the pieces of the projections of mixers, translated to ours."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,7 +102,7 @@ class LocalSplit:
     size: int
     gated: bool
     down: bool = False
-    pieces: Mapping[int, MixerPieces] = field(default_factory=dict)
+    pieces: "Mapping[int, MixerPieces]" = field(default_factory=dict)
 
     def boxes(self, name: str, shape: Shape) -> Iterator[tuple[Box, Box]]:
         """Yield boxes of the whole tensor with ``shape``, and their places in the local tensor.
@@ -133,7 +131,7 @@ class LocalSplit:
         elif self.rank == 0:
             yield Box(zero, shape), Box(zero, shape)
 
-    def _pieces(self, name: str) -> MixerPieces | None:
+    def _pieces(self, name: str) -> "MixerPieces | None":
         """The pieces of the layer of the tensor ``name``; None if it is not in a layer with a mixer."""
         layer = LAYER.fullmatch(name)
         return self.pieces.get(int(layer[2])) if layer is not None and layer[1] == "decoder" else None
@@ -171,7 +169,7 @@ class Sizes:
     etp: int
 
     @classmethod
-    def of(cls, arguments: Mapping[str, object]) -> Sizes:
+    def of(cls, arguments: Mapping[str, object]) -> "Sizes":
         """Read them from the arguments of the training."""
         names = [
             f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")

@@ -267,8 +267,7 @@ class GPTModel(nn.Module):
         head = head or HeadOptions()
         if head.only_output_layer:
             assert hidden_states is not None, "the input of the output layer"
-            logits: Tensor = self.output_layer.logits(hidden_states, self._output_weight())
-            return logits
+            return self.output_layer.logits(hidden_states, self._output_weight())
         # Positions, and the context that all layers share.
         positions = sequences.positions
         loss_mask = sequences.loss_mask

@@ -1,7 +1,5 @@
 """The loss functions of Tinker's API: sums over tokens, from the numbers that come with each token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +98,7 @@ class LossCall:
     data: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, request: Mapping[str, Any], *, vocab_size: int, longest: int) -> LossCall:
+    def of(cls, request: Mapping[str, Any], *, vocab_size: int, longest: int) -> "LossCall":
         """Check a request; ``DataError`` with the name of what is not legal."""
         name = request["loss_fn"]
         if name not in LOSSES:

@@ -4,8 +4,6 @@ All state is in a store that outlives the training processes. A generation is th
 set of process groups. Ranks here are those of the launcher. Every function returns immediately; its caller repeats it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -39,7 +37,7 @@ class Failure:
     """Ranks whose processes must not continue."""
 
     @classmethod
-    def of(cls, text: str) -> Failure:
+    def of(cls, text: str) -> "Failure":
         """The failure that ``text`` describes."""
         fields = json.loads(text)
         return cls(**fields | {"ranks": tuple(fields["ranks"])})
@@ -77,7 +75,7 @@ class Members:
         return [Copy(owner, self.iteration, self.written, self.rollbacks) for owner in self.holders]
 
     @classmethod
-    def of(cls, text: str) -> Members:
+    def of(cls, text: str) -> "Members":
         """The members that ``text`` describes."""
         fields = json.loads(text)
         lists = {name: tuple(fields[name]) for name in ("ranks", "training", "fresh")}
@@ -119,7 +117,7 @@ class Rendezvous:
         self.size = size
         self._choice = choice or ChoiceRules()
 
-    def clone(self) -> Rendezvous:
+    def clone(self) -> "Rendezvous":
         """The same with a connection of its own, for another thread."""
         return Rendezvous(connection(self._store), self.rank, self.size, self._choice)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_core.errors import CheckpointError
-from megatron_core.features.outer_steps.messages import from_e3m0, packed_codes, to_e3m0, unpacked
+from megatron_core.features.outer_steps.optimizer import from_e3m0, packed_codes, to_e3m0, unpacked
 from megatron_core.features.outer_steps.part import OuterSteps, groups_report
 from megatron_core.reports.memory_report import planned_bytes
 from megatron_core.reports.meter import METER

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
-from megatron_core.features.output_losses.z_loss import cross_entropy_and_log_z
+from megatron_core.features.output_losses.head import cross_entropy_and_log_z
 from megatron_core.parallel.groups import ALONE
 from megatron_core.training.step import evaluate, train_step
 from tests.runs import tiny_config, tiny_run

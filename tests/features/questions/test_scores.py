@@ -16,8 +16,7 @@ from megatron_core.datasets import MockDataset
 from megatron_core.datasets.base import WholeRound
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.features.questions import scores as scoring
-from megatron_core.features.questions.dataset import ChoiceDataset
-from megatron_core.features.questions.scores import log_likelihoods
+from megatron_core.features.questions.scores import ChoiceDataset, log_likelihoods
 from megatron_core.hub.hugging_face import config_of_folder
 from megatron_core.monitor.console import validation_line
 from megatron_core.monitor.events import ValidationEvent
@@ -184,7 +183,7 @@ DEFECTS = {
     ),
     "white space before a choice is not part of it": (
         "one process",
-        "features.questions.dataset:ChoiceDataset._encoded",
+        "features.questions.scores:ChoiceDataset._encoded",
         "tokenize(question))",
         "tokenize(query))",
     ),

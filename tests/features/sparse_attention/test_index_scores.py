@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from megatron_core.features.sparse_attention.index_scores import (
+from megatron_core.features.sparse_attention.attention import (
     index_divergence,
     index_scores,
     not_selected,

@@ -1,7 +1,5 @@
 """Float32 weights of a checkpoint by DeepSpeed's names; for checkpoints of DeepSpeed and of this project."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

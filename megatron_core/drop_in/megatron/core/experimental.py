@@ -70,8 +70,7 @@ def experimental_cls(introduced_with_version: str) -> Callable[[type], type]:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         guard = type(kind.__name__, (base,), {"__getattribute__": find, "__call__": build} | names)
         flag = property(lambda self: config.is_experimental_enabled())
-        guarded: type = guard(kind.__name__, (kind,), {"is_experimental": flag} | names)
-        return guarded
+        return guard(kind.__name__, (kind,), {"is_experimental": flag} | names)
 
     return decorate
 

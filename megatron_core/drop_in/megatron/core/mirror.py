@@ -22,8 +22,7 @@ def _settings() -> dict[str, tuple[Any, Any]]:
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = read_table(__file__)
-    return tables
+    return read_table(__file__)
 
 
 def mirror(name: str, *, kw_only: bool = False) -> Any:

@@ -44,8 +44,7 @@ def calculate_grpo_advantages(rewards: Sequence[Sequence[float]], num_turns: Seq
     values = torch.tensor(rewards, dtype=torch.float64).where(took_turns, 0.0)
     differences = (values - values.sum(-1, keepdim=True) / counts).where(took_turns, 0.0)
     deviations = (differences.square().sum(-1, keepdim=True) / counts).sqrt()
-    advantages: list[float] = (differences / (1e-4 + deviations)).flatten().tolist()
-    return advantages
+    return (differences / (1e-4 + deviations)).flatten().tolist()
 
 
 def calculate_grpo_loss(

@@ -22,8 +22,7 @@ def _get(name: str) -> Any:
 
 def get_args() -> Namespace:
     """Return the arguments of ``set_args``."""
-    args: Namespace = _get("args")
-    return args
+    return _get("args")
 
 
 def stored_args() -> Namespace | None:
@@ -38,8 +37,7 @@ def get_tokenizer() -> Any:
 
 def get_timers() -> Timers:
     """Return the timers of the process."""
-    timers: Timers = _get("timers")
-    return timers
+    return _get("timers")
 
 
 def set_args(args: Namespace) -> None:

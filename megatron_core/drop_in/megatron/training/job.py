@@ -104,10 +104,7 @@ def gpt_builder(
 ) -> GPTModel:
     """Build a stage of the GPT of ``args``; ``config`` is a ``TransformerConfig`` or None for that of ``args``."""
     settings = gpt_config_from_args(args, config)
-    model: GPTModel = settings.get_builder_cls()(settings).build_model(
-        pg_collection, pre_process, post_process, vp_stage
-    )
-    return model
+    return settings.get_builder_cls()(settings).build_model(pg_collection, pre_process, post_process, vp_stage)
 
 
 def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:

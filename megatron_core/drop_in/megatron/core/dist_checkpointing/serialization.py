@@ -161,13 +161,11 @@ def load_content_metadata(
 ) -> dict[str, Any] | None:
     """Return the ``content_metadata`` of ``save``; None without it. ``preloaded_state_dict`` may have it."""
     if preloaded_state_dict is not None:
-        found: dict[str, Any] | None = preloaded_state_dict.get("content_metadata")
-        return found
+        return preloaded_state_dict.get("content_metadata")
     if checkpoint_dir is None:
         raise CheckpointError("load_content_metadata needs checkpoint_dir or preloaded_state_dict; pass one of them")
     with CheckpointReader(_folder(checkpoint_dir)) as reader:
-        stored: dict[str, Any] | None = reader.state.get("content_metadata")
-        return stored
+        return reader.state.get("content_metadata")
 
 
 def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:

@@ -24,8 +24,7 @@ Status = Enum(
 
 def serialize_tensor(tensor: Tensor) -> list[Any]:
     """Return the elements as nested lists."""
-    elements: list[Any] = tensor.tolist()
-    return elements
+    return tensor.tolist()
 
 
 def deserialize_tensor(tensor_as_list: list[Any]) -> Tensor:

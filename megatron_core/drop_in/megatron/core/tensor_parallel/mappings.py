@@ -34,8 +34,7 @@ class _Symbolic(torch.autograd.Function):
     @classmethod
     def symbolic(cls, graph: Any, input_: Tensor, *arguments: Any) -> Tensor:
         """Run ``forward`` without autograd."""
-        output: Tensor = cls.forward(SimpleNamespace(), input_.detach(), *arguments)
-        return output
+        return cls.forward(SimpleNamespace(), input_.detach(), *arguments)
 
 
 def _function(name: str, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> type[_Symbolic]:
@@ -173,10 +172,9 @@ def gather_from_sequence_parallel_region(
 
     Rank i has ``output_split_sizes[i]`` rows, by default equally many. ``use_global_buffer`` has no effect.
     """
-    gathered: Tensor = _GatherFromSequenceParallelRegion.apply(
+    return _GatherFromSequenceParallelRegion.apply(
         input_, tensor_parallel_group(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
     )
-    return gathered
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -186,10 +184,9 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Reduce-scatter dim 0; backward gathers. Rank i gets ``input_split_sizes[i]`` rows, by default equally many."""
-    local_sum: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
+    return _ReduceScatterToSequenceParallelRegion.apply(
         input_, tensor_parallel_group(group), input_split_sizes, use_global_buffer
     )
-    return local_sum
 
 
 def gather_from_sequence_parallel_region_to_moe(input_: Tensor, use_global_buffer: bool = False) -> Tensor:
@@ -211,8 +208,7 @@ def all_to_all(
 ) -> Tensor:
     """Send rank i ``input_split_sizes[i]`` rows and receive ``output_split_sizes_[i]``; None: equal parts. Backward
     sends the gradients back."""
-    received: Tensor = _AllToAll.apply(group, input_, output_split_sizes_, input_split_sizes, use_nccl_stream)
-    return received
+    return _AllToAll.apply(group, input_, output_split_sizes_, input_split_sizes, use_nccl_stream)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:

@@ -115,5 +115,4 @@ class ForeignAttention(nn.Module):
                 "replace the whole attention by your module, or pass an attention mask"
             )
         kind = AttnMaskType.causal if context.attention_mask is None else AttnMaskType.arbitrary
-        out: Tensor = self.module(query, key, value, context.attention_mask, attn_mask_type=kind)
-        return out
+        return self.module(query, key, value, context.attention_mask, attn_mask_type=kind)

@@ -113,8 +113,7 @@ def sharded_state_dict_default(
     """Return ``module.sharded_state_dict(...)`` if it exists, else the result of ``module.sharded``."""
     own: Any = getattr(module, "sharded_state_dict", None)
     if own is not None:
-        found: dict[str, Any] = own(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
-        return found
+        return own(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
     if sharded_offsets:
         raise ConfigError(f"sharded_offsets={sharded_offsets} is not supported; give every layer its own name")
     return dict(sharded(module, prefix))

@@ -56,8 +56,7 @@ class ConfigContainerBase:
         extra = sorted(set(entries) - known)
         if extra and mode is InstantiationMode.STRICT:
             raise ValueError(f"Dictionary contains extra keys not in {cls.__qualname__}: {extra}; remove them")
-        found: Container = instantiate({name: entries[name] for name in entries if name in known}, mode=mode)
-        return found
+        return instantiate({name: entries[name] for name in entries if name in known}, mode=mode)
 
     @classmethod
     def from_yaml(

@@ -151,8 +151,7 @@ def is_gtp_remat_active(args: Any) -> bool:
 
 def get_device_arch_version() -> int:
     """Return the major number of the first GPU's compute capability."""
-    major: int = torch.cuda.get_device_properties(torch.device("cuda:0")).major
-    return major
+    return torch.cuda.get_device_properties(torch.device("cuda:0")).major
 
 
 def update_use_dist_ckpt(args: Any) -> None:

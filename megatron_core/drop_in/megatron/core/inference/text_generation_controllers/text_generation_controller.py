@@ -41,8 +41,7 @@ class TextGenerationController:
         while remove_EOD and eod is not None and tokens and tokens[-1] == eod:
             tokens = tokens[:-1]
         skips = accepts_parameter(tokenizer.detokenize, "skip_special_tokens")
-        text: str = tokenizer.detokenize(tokens, **({"skip_special_tokens": skip_special_tokens} if skips else {}))
-        return text
+        return tokenizer.detokenize(tokens, **({"skip_special_tokens": skip_special_tokens} if skips else {}))
 
     def sample_from_logits(
         self,

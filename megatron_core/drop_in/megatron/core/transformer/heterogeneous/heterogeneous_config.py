@@ -80,8 +80,7 @@ class HeterogeneousTransformerConfig(TransformerConfig):
 
     @property
     def _heads(self) -> int:
-        heads: int = self.num_attention_heads
-        return heads
+        return self.num_attention_heads
 
     def model_config(self, *, without_pattern: bool = False, **given: Any) -> ModelConfig:
         """Return the engine's configuration of the model, with the sizes of its layers."""

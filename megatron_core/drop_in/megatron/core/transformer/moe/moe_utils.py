@@ -280,8 +280,7 @@ class RandomSTE(torch.autograd.Function):
 
 def apply_random_logits(logits: Tensor) -> Tensor:
     """Return ``RandomSTE.apply(logits)``."""
-    random: Tensor = RandomSTE.apply(logits)
-    return random
+    return RandomSTE.apply(logits)
 
 
 def save_to_aux_losses_tracker(
