@@ -144,6 +144,12 @@ def _of_data(config: RunConfig) -> Iterator[TrainingDifference]:
             "numbers of unmasked tokens, unless --calculate-per-token-loss is given",
             {"calculate_per_token_loss": False},
         )
+    if config.optional("fim_data"):
+        yield TrainingDifference(
+            "--fim-data",
+            "draws documents and their cuts by --seed and the sample; Megatron-LM draws them in the order in which a "
+            "worker reads, and tokens that fill a shortened text have a loss there, and none here",
+        )
     yield from _of_documents(config, masks=data.eod_mask_loss or is_sft)
 
 
@@ -212,7 +218,9 @@ def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
 def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
     """Random numbers and rounding, which have no setting."""
     model = config.model
-    starts = config.checkpoint.load is None and not settings_from_folder(config)
+    checkpoint = config.checkpoint
+    # The folder of --save is empty at the first start of a training that resumes from it.
+    starts = checkpoint.load in (None, checkpoint.save) and not settings_from_folder(config)
     drawn = ["initial weights"] * starts + ["dropout masks"] * bool(model.hidden_dropout or model.attention_dropout)
     if drawn:
         yield TrainingDifference(

@@ -61,7 +61,9 @@ class LaunchFlags:
         if same:
             self.done.append(text)
         else:
-            self.translated[text] = " ".join(flags) or "the default"
+            remark = ", which Megatron-LM does only for a checkpoint of ModelOpt or with a teacher"
+            is_conditional = plain(group[0]) in tables.UNREAD_WITHOUT
+            self.translated[text] = (" ".join(flags) or "the default") + remark * is_conditional
 
     def different_defaults(self, config: RunConfig) -> dict[str, str]:
         """Flags that the command line leaves out and whose defaults are Megatron-LM's with another value, with the text
