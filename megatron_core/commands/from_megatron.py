@@ -250,7 +250,10 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
     if script.unset:
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
     yield from script.notes
-    yield from (f"differs from Megatron-LM: {difference}" for difference in training_differences(translated.config))
+    set_names = flags.set_names()
+    for difference in training_differences(translated.config):
+        if difference.of_default not in set_names:
+            yield f"differs from Megatron-LM: {difference}"
     yield "all other differences: docs/from_megatron.md"
 
 

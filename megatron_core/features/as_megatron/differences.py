@@ -20,6 +20,8 @@ class TrainingDifference:
     """Settings that choose Megatron-LM's behaviour; empty if it does not exist here, or depends on other values."""
     unless: str = ""
     """A flag of Megatron-LM that removes the difference there and has no effect here."""
+    of_default: str = ""
+    """A setting of which only the default differs: a launch that gives it has no difference."""
 
     def __str__(self) -> str:
         flags = [
@@ -195,6 +197,7 @@ def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
             "of each sequence; Megatron-LM's default is that of a micro-batch, unless "
             "--moe-router-load-balancing-type is given",
             {"moe_router_load_balancing_type": "aux_loss"},
+            of_default="moe_router_load_balancing_type",
         )
     if capacity is not None and config.value("moe_capacity_per") == "sequence":
         yield TrainingDifference(
@@ -209,9 +212,11 @@ def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
     split = config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1
     if split and (capacity is not None or balance == "sinkhorn"):
         yield TrainingDifference("experts in a divided sequence", "all tokens of a micro-batch; there those of a rank")
-    if config.training.compute_dtype != "float32":
+    if config.training.compute_dtype != "float32" and config.value("moe_router_dtype") == "fp32":
         yield TrainingDifference(
-            "router", "in float32; there in the precision of the activations unless --moe-router-dtype is given"
+            "router",
+            "in float32; there in the precision of the activations unless --moe-router-dtype is given",
+            of_default="moe_router_dtype",
         )
 
 
@@ -232,5 +237,10 @@ def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
             "main gradients are float32, so that a dynamic loss scale has other overflows; there they are float16 "
             "without --accumulate-allreduce-grads-in-fp32",
         )
-    if config.optional("fp8_format"):
+    if config.optional("fp8_format") and config.optional("fp8_recipe") in ("delayed", "tensorwise"):
         yield TrainingDifference("FP8", "scales are those of whole tensors; there of the part on a rank")
+    if config.optional("fp8_format") and config.optional("num_experts") and config.value("fp8_recipe") != "delayed":
+        parts = ["each row has a scale (there each expert)"] * (config.value("fp8_recipe") == "tensorwise")
+        parts += ["weight gradients are in the precision of activations (there in FP8)"] * config.value("fp8_wgrad")
+        if parts:
+            yield TrainingDifference("FP8 of experts", ", and ".join(parts))
