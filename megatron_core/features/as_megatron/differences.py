@@ -237,6 +237,11 @@ def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
             "main gradients are float32, so that a dynamic loss scale has other overflows; there they are float16 "
             "without --accumulate-allreduce-grads-in-fp32",
         )
+    if config.training.bf16 and config.parallel.grad_reduce_in_bf16:
+        yield TrainingDifference(
+            "--grad-reduce-in-bf16",
+            "sends gradients in bfloat16 and sums micro-batches in float32; Megatron-LM also sums them in bfloat16",
+        )
     if config.optional("fp8_format") and config.optional("fp8_recipe") in ("delayed", "tensorwise"):
         yield TrainingDifference("FP8", "scales are those of whole tensors; there of the part on a rank")
     if config.optional("fp8_format") and config.optional("num_experts") and config.value("fp8_recipe") != "delayed":
