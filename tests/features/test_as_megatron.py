@@ -118,6 +118,7 @@ def test_the_start_notes_the_differences(flags: str, loaded: bool, told: str) ->
         ("--reset-attention-mask", {"--reset-attention-mask"}),
         ("--reset-position-ids", set()),
         ("--fim-data", {"--fim-data"}),
+        ("--num-experts 4 --moe-router-force-load-balancing", {"--moe-router-force-load-balancing"}),
         ("--bf16 --grad-reduce-in-bf16", {"--grad-reduce-in-bf16"}),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", set()),
         ("--fp8-format hybrid --fp8-recipe tensorwise --num-experts 4", {"FP8", "FP8 of experts"}),

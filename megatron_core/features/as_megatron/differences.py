@@ -209,6 +209,11 @@ def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
         yield TrainingDifference(
             "global_aux_loss", "counts are divided by all their tokens; there by those of a micro-batch"
         )
+    if config.value("moe_router_force_load_balancing"):
+        yield TrainingDifference(
+            "--moe-router-force-load-balancing",
+            "chooses experts in turn, with the router's probabilities; Megatron-LM draws its logits",
+        )
     split = config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1
     if split and (capacity is not None or balance == "sinkhorn"):
         yield TrainingDifference("experts in a divided sequence", "all tokens of a micro-batch; there those of a rank")
@@ -227,6 +232,7 @@ def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
     # The folder of --save is empty at the first start of a training that resumes from it.
     starts = checkpoint.load in (None, checkpoint.save) and not settings_from_folder(config)
     drawn = ["initial weights"] * starts + ["dropout masks"] * bool(model.hidden_dropout or model.attention_dropout)
+    drawn += ["jitter"] * bool(config.optional("moe_input_jitter_eps"))
     if drawn:
         yield TrainingDifference(
             " and ".join(drawn), "functions of --seed and names; Megatron-LM draws them from the generators of ranks"
@@ -244,6 +250,8 @@ def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
         )
     if config.optional("fp8_format") and config.optional("fp8_recipe") in ("delayed", "tensorwise"):
         yield TrainingDifference("FP8", "scales are those of whole tensors; there of the part on a rank")
+    if config.optional("fp8_param_gather"):
+        yield TrainingDifference("--fp8-param-gather", "rounds weights to 16 bits, then to 8; there once, to 8")
     if config.optional("fp8_format") and config.optional("num_experts") and config.value("fp8_recipe") != "delayed":
         parts = ["each row has a scale (there each expert)"] * (config.value("fp8_recipe") == "tensorwise")
         parts += ["weight gradients are in the precision of activations (there in FP8)"] * config.value("fp8_wgrad")
