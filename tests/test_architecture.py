@@ -72,6 +72,7 @@ FEATURES_THAT_IMPORT_FEATURES = {
     "length_warmup": {"batch_growth"},  # the length is a ramp as that of batches
     "compression": {"lamb"},  # 1-bit LAMB is an update of LAMB
     "fp8": {"experts"},  # other products of experts
+    "mxfp8_messages": {"experts", "fp8"},  # messages of experts; casts
     "equal_bits": {"experts", "context_parallelism"},  # sums in another order
     "lora": {"experts"},  # adapters of experts
     "distillation": {"preferences", "lora"},  # a second, frozen model, which has no adapters

@@ -250,7 +250,10 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
     if script.unset:
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
     yield from script.notes
-    yield from (f"differs from Megatron-LM: {difference}" for difference in training_differences(translated.config))
+    set_names = flags.set_names()
+    listed = training_differences(translated.config)
+    differences = (difference for difference in listed if difference.of_default not in set_names)
+    yield from (f"differs from Megatron-LM: {difference}" for difference in differences)
     yield "all other differences: docs/from_megatron.md"
 
 

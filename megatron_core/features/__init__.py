@@ -34,6 +34,7 @@ from megatron_core.features.megatron_flags import MEGATRON_FLAGS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.mup import MUP
+from megatron_core.features.mxfp8_messages import MXFP8_MESSAGES
 from megatron_core.features.nvidia_libraries import NVIDIA_LIBRARIES
 from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.outer_steps import OUTER_STEPS
@@ -85,6 +86,7 @@ FEATURES = (
     MEGATRON_ORDER,
     MULTI_TOKEN,
     MUP,
+    MXFP8_MESSAGES,
     NVIDIA_LIBRARIES,
     OUTER_STEPS,
     OFFLOAD,

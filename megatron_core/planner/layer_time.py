@@ -268,6 +268,8 @@ class LayerClock:
         # Of every token: the products of the router, and of latents, which have the same sizes both ways.
         router = self.linear(local_tokens, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
         moved = self.exchange()
+        dispatch = self.exchange("moe_dispatch_fwd_dtype")
+        gradients = self.exchange("moe_combine_bwd_dtype")
         reducing = 0.0
         if self.tp > 1 and self.parts == 1:
             reducing = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
@@ -277,8 +279,8 @@ class LayerClock:
         kernels = {"elements": permuted, "launches": self.launches(20 + 2 * local)}
         passes = [
             Passes(
-                {"products": first[0] + second[0] + router[0], "ep": 2 * moved, "tp": reducing},
-                {"products": first[1] + second[1] + router[1], "ep": 2 * moved, "tp": reducing},
+                {"products": first[0] + second[0] + router[0], "ep": dispatch + moved, "tp": reducing},
+                {"products": first[1] + second[1] + router[1], "ep": gradients + moved, "tp": reducing},
                 {"products": first[2] + second[2] + router[2], "launches": self.launches(2 * local)},
             ),
             Passes(total([forward, kernels]), total([backward, kernels]), {}),
@@ -287,11 +289,15 @@ class LayerClock:
             passes.append(self.mlp(model.moe_shared_expert_intermediate_size))
         return Passes.sum(passes)
 
-    def exchange(self) -> float:
-        """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
+    def exchange(self, dtype_setting: str = "") -> float:
+        """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long.
+
+        ``dtype_setting``: name of the setting with the format of the message; default: that of activations.
+        """
         model: Any = self.config.model
         parallel = self.config.parallel
-        row = self.bytes * self.tokens / self.tp * model.expert_hidden_size
+        element = 33 / 32 if self.config.optional(dtype_setting) == "mxfp8" else self.bytes
+        row = element * self.tokens / self.tp * model.expert_hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
         if model.moe_token_dispatcher_type == "alltoall":
             return ring.all_to_all(row * model.moe_router_topk * parallel.expert_tensor_size)

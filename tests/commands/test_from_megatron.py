@@ -149,6 +149,21 @@ def test_each_launch_has_its_file_of_deepspeed(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
 
 
+def test_settings_that_a_launch_gives_differ_in_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """The router's precision, and the balancing loss of sequences, are Megatron-LM's if the launch names them."""
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --mock-data --vocab-size 128 --train-iters 9 --bf16"
+    )
+    launch = ["--", "python", "pretrain_gpt.py", *flags.split(), "--num-experts", "4", "--moe-aux-loss-coeff", "0.1"]
+    launch += ["--use-checkpoint-opt_param-scheduler"]
+    given = ["--moe-router-dtype", "fp32", "--moe-router-load-balancing-type", "seq_aux_loss"]
+    for more, told in ((given, False), ([], True)):
+        assert main([*launch, *more]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("differs from Megatron-LM: router" in text) == told and "balancing loss: of" not in text
+        assert "translated:" not in text, "an underscore in a flag changes nothing"
+
+
 def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its script saves to the folder it loads; resuming here needs another folder, and the delayed learning rate."""
     root, load = tmp_path / "checkpoints", "on this machine"

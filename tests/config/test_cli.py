@@ -472,7 +472,9 @@ def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
     "name", sorted({*megatron_flags.SAME_AS, *megatron_flags.OVERRIDDEN_BY_FLAG} - aliases().keys())
 )
 def test_every_alias_parses(name):
-    mode = " --fp8-format e4m3" * (name == "disable_fp8_wgrad")
+    mode = " --fp8-format e4m3" * (name == "disable_fp8_wgrad") + " --load runs" * (
+        name in megatron_flags.UNREAD_WITHOUT
+    )
     assert parse(f"--{name.replace('_', '-')}{mode}") != parse(mode)
 
 
@@ -512,7 +514,7 @@ def test_yarn_is_selected_as_in_megatron():
     ("text", "expected"),
     [
         (
-            "--enable-gpt-oss --rotary-base 150000",
+            "--enable-gpt-oss --rotary-base 150000 --load checkpoints",
             {
                 "position_embedding_type": "rope",
                 "use_rope_scaling": True,
@@ -521,12 +523,14 @@ def test_yarn_is_selected_as_in_megatron():
                 "original_max_position_embeddings": 131072,
                 "yarn_correction_range_round_to_int": False,
                 "rotary_base": 150000.0,
+                "load": "checkpoints",
             },
         ),
         (
             "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
             {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
         ),
+        ("--enable-gpt-oss --export-qk-l2-norm", {}),
         ("--optimizer dist_muon", {"optimizer": "muon", "use_distributed_optimizer": True}),
         (
             "--optimizer muon --muon-no-split-qkv --muon-use-nesterov --muon-tp-mode distributed",

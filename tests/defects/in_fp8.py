@@ -36,6 +36,13 @@ IN_FP8 = (
         "rowwise, experts, etp2",
         culprit="output of decoder.layers.?.mlp",
     ),
+    Defect(
+        "a token has the scales of the one before it in the message",
+        "features.mxfp8_messages.messages:Unpacked.wait",
+        argument("Quantised", 1, "OLD.roll(1, 0)"),
+        "messages, tp2 sp ep2 etp1",
+        culprit="output of decoder.layers.0.mlp",
+    ),
     Defect(  # C49
         "histories are those of each rank's micro-batches",
         "features.fp8.amax_history:AmaxHistories.update",

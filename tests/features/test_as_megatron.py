@@ -117,6 +117,12 @@ def test_the_start_notes_the_differences(flags: str, loaded: bool, told: str) ->
     [
         ("--reset-attention-mask", {"--reset-attention-mask"}),
         ("--reset-position-ids", set()),
+        ("--fim-data", {"--fim-data"}),
+        ("--num-experts 4 --moe-router-force-load-balancing", {"--moe-router-force-load-balancing"}),
+        ("--bf16 --grad-reduce-in-bf16", {"--grad-reduce-in-bf16"}),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", set()),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --num-experts 4", {"FP8", "FP8 of experts"}),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --num-experts 4 --no-fp8-wgrad", set()),
         ("--reset-position-ids --position-embedding-type rope", {"--reset-position-ids"}),
         (
             f"--eod-mask-loss --reset-attention-mask {LATER}",
@@ -133,6 +139,13 @@ def test_documents_have_their_differences(flags: str, told: set[str]) -> None:
     config = parsed(f"{CONSTANT} --as-megatron {flags}")
     found = {difference.name for difference in training_differences(config)}
     assert found - {"initial weights and dropout masks"} == told
+
+
+@pytest.mark.parametrize(("flags", "draws"), [("", True), ("--save runs", True), ("--save other", False)])
+def test_a_training_that_resumes_from_its_own_folder_draws_weights_first(flags: str, draws: bool) -> None:
+    load = "--load runs" if flags else ""
+    names = [difference.name for difference in training_differences(parsed(f"{CONSTANT} {load} {flags}"))]
+    assert any("initial weights" in name for name in names) == draws
 
 
 def test_the_dry_run_explains_them() -> None:

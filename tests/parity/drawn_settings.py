@@ -228,6 +228,8 @@ MODEL: list[tuple[float, Choices]] = [
     (0.2, either("moe_input_jitter_eps", 0.1)),
     (0.3, [CAPACITY, CAPACITY | {"moe_token_drop_policy": "position"}]),
     (0.3, on("moe_pad_expert_input_to_capacity")),
+    (0.05, either("moe_dispatch_fwd_dtype", "mxfp8")),
+    (0.05, either("moe_combine_bwd_dtype", "mxfp8")),
     (0.4, either("moe_shared_expert_intermediate_size", 16)),
     (0.5, on("moe_shared_expert_gate")),
     (0.1, either("moe_router_dtype", "fp64")),

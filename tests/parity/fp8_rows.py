@@ -6,9 +6,9 @@ bound of all other rows holds here, too. The effect of a different scale is larg
 
 from __future__ import annotations
 
-from tests.parity.context_rows import CP2, GATHER
+from tests.parity.context_rows import GATHER
 from tests.parity.latent_rows import DEEPSEEK_V3, LATENT, LATER
-from tests.parity.moe_rows import EP2, ETP1, MIXTRAL, ZB_V
+from tests.parity.moe_rows import CP2, DEEPSEEK, DROP, EP2, ETP1, MIXTRAL, PAIRS, ZB_V
 from tests.parity.rows import FULL_UNIFORM, MODERN, OVERLAP, PP2, SP, TP2, UNTIED, ZB_H1, ZERO, ZERO3
 
 SMALL = {"num_layers": 2, "global_batch_size": 4}
@@ -16,6 +16,7 @@ WIDE = SMALL | {"hidden_size": 256, "ffn_hidden_size": 512}  # at least 128 feat
 LONG = WIDE | {"num_layers": 1, "seq_length": 128, "global_batch_size": 2}  # 32 tokens in each of four chunks
 SHORT = {"num_layers": 2, "mtp_num_layers": 1}
 EXPERTS = MIXTRAL | {"hidden_dropout": 0.0}
+MESSAGES = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8"}
 
 
 def _fp8(recipe: str, fp8_format: str = "hybrid", **more: object) -> dict[str, object]:
@@ -32,6 +33,8 @@ FP8_ROWS: dict[str, tuple[int, dict, dict]] = {
     "tensorwise, first layer in bf16, tp2": (2, SMALL | TENSORWISE | ENDS_IN_BF16, TP2),
     "tensorwise, cp2": (2, SMALL | TENSORWISE, CP2),
     "tensorwise, experts, tp2 ep2 etp1": (2, EXPERTS | TENSORWISE, TP2 | SP | EP2 | ETP1),
+    "messages, tp2 sp ep2 etp1": (2, EXPERTS | MESSAGES, TP2 | SP | EP2 | ETP1),
+    "messages, etp2": (2, EXPERTS | MESSAGES | {"hidden_size": 48}, TP2),
     "tensorwise, dp2 zero3": (2, SMALL | TENSORWISE, ZERO3),
     "delayed, tp2": (2, SMALL | DELAYED, TP2),
     "delayed, dp2 zero1": (2, SMALL | HISTORY, ZERO),
@@ -73,4 +76,11 @@ FP8_ROWS: dict[str, tuple[int, dict, dict]] = {
     "tensorwise, multi-token prediction, pp2": (2, LATER | TENSORWISE, PP2),
     "rowwise, multi-token prediction, untied, dp2 zero3": (2, LATER | SHORT | UNTIED | ROWWISE, ZERO3),
     "mxfp8, dp2 zero3": (2, WIDE | MXFP8, ZERO3),
+    "messages, cp2 ep2": (2, EXPERTS | MESSAGES, CP2 | EP2),
+    "messages, latents, capacity, ep2 zero2, in pairs": (
+        2,
+        DEEPSEEK | DROP | MESSAGES | {"moe_latent_size": 40},
+        EP2 | PAIRS | {"zero_stage": 2, "moe_shared_expert_overlap": True},
+    ),
+    "messages, mxfp8, dp2 pp2 ep2 zb_v": (4, EXPERTS | MESSAGES | MXFP8 | {"num_layers": 4}, PP2 | EP2 | ZB_V),
 }

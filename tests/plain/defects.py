@@ -44,6 +44,16 @@ DEFECTS: dict[str, CommonDefect] = {
         call("softmax", "SELF.exp()"),
         "sigmoid",
     ),
+    "scales of messages in 8 bits not rounded": CommonDefect(
+        "features.mxfp8_messages.messages:pack_rows",
+        argument("quantise", "power_of_two", "False"),
+        "tokens in 8 bits",
+    ),
+    "gradients of outputs sent in their own precision": CommonDefect(
+        "features.mxfp8_messages.messages:send_mxfp8",
+        without_statement("layer.dispatcher.send_gradients = narrow"),
+        "tokens and gradients in 8 bits",
+    ),
     "router's z-loss without the square": CommonDefect(
         f"{BALANCE}:z_loss", call("square", "SELF"), "three balancing losses"
     ),

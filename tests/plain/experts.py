@@ -18,6 +18,30 @@ Noise = Callable[[str, Tensor], Tensor]
 """(kind, tensor ``[b, t, n]``) -> samples of U(0, 1) of this shape."""
 
 
+def rounded_to_mxfp8(x: Tensor) -> Tensor:
+    """Rouhani et al. 2023 (arXiv 2310.10537): blocks of 32 numbers along the last dim as e4m3 times a power of two, the
+    smallest one that brings the block's largest number to 448, the largest of e4m3, or below."""
+    blocks = []
+    for block in x.split(32, -1):
+        largest = block.abs().amax(-1, keepdim=True)
+        power = torch.ceil(torch.log2(largest / 448)).masked_fill(largest == 0, 0)
+        blocks.append((block * 2**-power).to(torch.float8_e4m3fn).double() * 2**power)
+    return torch.cat(blocks, -1)
+
+
+class Rounded(torch.autograd.Function):
+    """The identity, with ``forward`` or ``backward`` in 8 bits: gradients are those of the identity."""
+
+    @staticmethod
+    def forward(ctx, x, rounds_values, rounds_gradients):
+        ctx.rounds = rounds_gradients
+        return rounded_to_mxfp8(x) if rounds_values else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return rounded_to_mxfp8(grad) if ctx.rounds else grad, None, None
+
+
 @dataclass
 class Collected:
     """Values of one step that layers add to: auxiliary losses with their coefficients, and loads of experts."""
@@ -226,6 +250,7 @@ def mixture(
     chosen, factors = routed(s, logits, bias, collected.micro_batch, noise)
     keep = kept(s, chosen, factors)
     of_experts = x @ w["fc1_latent_proj.weight"].T if s.moe_latent_size else x
+    of_experts = Rounded.apply(of_experts, s.moe_dispatch_fwd_dtype == "mxfp8", False)
     weights = under(w, "experts")
     output = torch.zeros_like(of_experts)
     for e in range(s.num_experts):
@@ -236,6 +261,7 @@ def mixture(
             output = output + has * expert(s, share * of_experts, weights, e)
         else:
             output = output + share * expert(s, of_experts, weights, e)
+    output = Rounded.apply(output, False, s.moe_combine_bwd_dtype == "mxfp8")
     if s.moe_latent_size:
         output = output @ w["fc2_latent_proj.weight"].T
     if s.moe_shared_expert_intermediate_size:

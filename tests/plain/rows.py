@@ -249,6 +249,9 @@ ROUTERS: dict[str, Values] = {
     "factors on inputs": EXPERTS
     | {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
     "latent experts": EXPERTS | {"moe_latent_size": 10},
+    "tokens in 8 bits": EXPERTS | {"moe_dispatch_fwd_dtype": "mxfp8", "hidden_size": 48},
+    "tokens and gradients in 8 bits": EXPERTS
+    | {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8", "moe_latent_size": 40},
     "shared experts": EXPERTS | {"moe_shared_expert_intermediate_size": 12},
     "shared experts with a gate": EXPERTS
     | {"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True, "moe_layer_freq": (2,)},

@@ -20,6 +20,8 @@ class TrainingDifference:
     """Settings that choose Megatron-LM's behaviour; empty if it does not exist here, or depends on other values."""
     unless: str = ""
     """A flag of Megatron-LM that removes the difference there and has no effect here."""
+    of_default: str = ""
+    """A setting of which only the default differs: a launch that gives it has no difference."""
 
     def __str__(self) -> str:
         flags = [
@@ -144,6 +146,12 @@ def _of_data(config: RunConfig) -> Iterator[TrainingDifference]:
             "numbers of unmasked tokens, unless --calculate-per-token-loss is given",
             {"calculate_per_token_loss": False},
         )
+    if config.optional("fim_data"):
+        yield TrainingDifference(
+            "--fim-data",
+            "draws documents and their cuts by --seed and the sample; Megatron-LM draws them in the order in which a "
+            "worker reads, and tokens that fill a shortened text have a loss there, and none here",
+        )
     yield from _of_documents(config, masks=data.eod_mask_loss or is_sft)
 
 
@@ -189,6 +197,7 @@ def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
             "of each sequence; Megatron-LM's default is that of a micro-batch, unless "
             "--moe-router-load-balancing-type is given",
             {"moe_router_load_balancing_type": "aux_loss"},
+            of_default="moe_router_load_balancing_type",
         )
     if capacity is not None and config.value("moe_capacity_per") == "sequence":
         yield TrainingDifference(
@@ -200,20 +209,30 @@ def _of_experts(config: RunConfig) -> Iterator[TrainingDifference]:
         yield TrainingDifference(
             "global_aux_loss", "counts are divided by all their tokens; there by those of a micro-batch"
         )
+    if config.value("moe_router_force_load_balancing"):
+        yield TrainingDifference(
+            "--moe-router-force-load-balancing",
+            "chooses experts in turn, with the router's probabilities; Megatron-LM draws its logits",
+        )
     split = config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1
     if split and (capacity is not None or balance == "sinkhorn"):
         yield TrainingDifference("experts in a divided sequence", "all tokens of a micro-batch; there those of a rank")
-    if config.training.compute_dtype != "float32":
+    if config.training.compute_dtype != "float32" and config.value("moe_router_dtype") == "fp32":
         yield TrainingDifference(
-            "router", "in float32; there in the precision of the activations unless --moe-router-dtype is given"
+            "router",
+            "in float32; there in the precision of the activations unless --moe-router-dtype is given",
+            of_default="moe_router_dtype",
         )
 
 
 def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
     """Random numbers and rounding, which have no setting."""
     model = config.model
-    starts = config.checkpoint.load is None and not settings_from_folder(config)
+    checkpoint = config.checkpoint
+    # The folder of --save is empty at the first start of a training that resumes from it.
+    starts = checkpoint.load in (None, checkpoint.save) and not settings_from_folder(config)
     drawn = ["initial weights"] * starts + ["dropout masks"] * bool(model.hidden_dropout or model.attention_dropout)
+    drawn += ["jitter"] * bool(config.optional("moe_input_jitter_eps"))
     if drawn:
         yield TrainingDifference(
             " and ".join(drawn), "functions of --seed and names; Megatron-LM draws them from the generators of ranks"
@@ -224,5 +243,19 @@ def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
             "main gradients are float32, so that a dynamic loss scale has other overflows; there they are float16 "
             "without --accumulate-allreduce-grads-in-fp32",
         )
-    if config.optional("fp8_format"):
+    if config.training.bf16 and config.parallel.grad_reduce_in_bf16:
+        yield TrainingDifference(
+            "--grad-reduce-in-bf16",
+            "sends gradients in bfloat16 and sums micro-batches in float32; Megatron-LM also sums them in bfloat16",
+        )
+    if config.optional("fp8_format") and config.optional("fp8_recipe") in ("delayed", "tensorwise"):
         yield TrainingDifference("FP8", "scales are those of whole tensors; there of the part on a rank")
+    if config.optional("fp8_param_gather"):
+        yield TrainingDifference("--fp8-param-gather", "rounds weights to 16 bits, then to 8; there once, to 8")
+    if config.optional("fp8_format") and config.optional("num_experts") and config.value("fp8_recipe") != "delayed":
+        deviations = ["each row has a scale (there each expert)"] * (config.value("fp8_recipe") == "tensorwise")
+        deviations += ["weight gradients have the precision of activations (there FP8)"] * config.value(
+            "fp8_wgrad"
+        )
+        if deviations:
+            yield TrainingDifference("FP8 of experts", ", and ".join(deviations))

@@ -21,13 +21,14 @@ from megatron_core.features.experts.counts import ArrivingCounts
 from megatron_core.features.experts.grouped import runs
 from megatron_core.features.experts.grouped_linear import Chunks, TokenNumbers
 from megatron_core.features.experts.router import Routing
-from megatron_core.features.experts.row_exchange import RowExchange, exchange_rows
+from megatron_core.features.experts.row_exchange import RowExchange, SendRows, exchange_rows
 from megatron_core.ops.rows import copied_to
 from megatron_core.parallel.collectives import (
     all_reduce_,
     all_to_all_rows,
     gather_from_sequence,
     reduce_scatter_to_sequence,
+    start_all_to_all_rows,
 )
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.tree_sum import tree_sum
@@ -126,7 +127,13 @@ class Dispatcher:
 
 
 class AllToAll(Dispatcher):
-    """Send each token only to the ranks of its experts."""
+    """Send each token only to the ranks of its experts.
+
+    ``send_tokens`` sends tokens to experts, ``send_gradients`` the gradients of experts' outputs, in backward.
+    """
+
+    send_tokens: SendRows = staticmethod(start_all_to_all_rows)
+    send_gradients: SendRows = staticmethod(start_all_to_all_rows)
 
     def dispatch(
         self,
@@ -161,7 +168,7 @@ class AllToAll(Dispatcher):
             rows, probs, tokens = (tensor[: sum(sent)] for tensor in (rows, probs, tokens))
         # The probabilities travel with the rows: the expert's rank multiplies by them, so that the sender only sums and
         # need not keep the outputs for their gradients.
-        exchange = RowExchange([rows, probs], sent, received, self.group)
+        exchange = RowExchange([rows, probs], sent, received, self.group, send_rows=self.send_tokens)
         if meanwhile is not None:
             meanwhile()
         rows, probs = exchange.wait()
@@ -179,7 +186,7 @@ class AllToAll(Dispatcher):
         def combine(outputs: Tensor) -> Tensor:
             if order is not None:
                 outputs = _Take.apply(outputs, inverse, order[:, None], False, _plain_total)
-            outputs = exchange_rows(outputs, received, sent, self.group)
+            outputs = exchange_rows(outputs, received, sent, self.group, send_gradients=self.send_gradients)
             return _SumTaken.apply(outputs, slots.places, tokens, slots.holes, total)
 
         return Dispatched(rows, probs, counts, combine, chunks)

@@ -1,15 +1,25 @@
 """All-to-all of rows with gradients, in two halves, between which other work runs."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_core.parallel.collectives import start_all_to_all_rows
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.handles import Handle
 from megatron_core.parallel.rank_local import RankLocal
 
+
+class RowsHandle(Protocol):
+    """The handle of a message."""
+
+    def wait(self) -> object:
+        """Wait until the received rows are valid."""
+
+
+SendRows = Callable[[Tensor, Sequence[int], Sequence[int], Group], tuple[Tensor, RowsHandle]]
+"""Functions as ``start_all_to_all_rows``."""
 WHILE_ROWS_ARRIVE: RankLocal[list[Callable[[], None]]] = RankLocal(list)
 """Functions that compute something else on this rank while an exchange is in flight; all its ranks call them."""
 
@@ -20,9 +30,16 @@ def hand_over() -> None:
         compute()
 
 
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def exchange_rows(
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Group,
+    *,
+    send_gradients: SendRows = start_all_to_all_rows,
+) -> Tensor:
     """``all_to_all_rows``; backward returns each row's gradient to the rank that sent the row."""
-    (received,) = RowExchange([x], send, receive, group).wait()
+    (received,) = RowExchange([x], send, receive, group, send_gradients=send_gradients).wait()
     return received
 
 
@@ -32,14 +49,23 @@ class RowExchange:
     In forward and in backward it calls ``WHILE_ROWS_ARRIVE`` between the halves.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        send: Sequence[int],
+        receive: Sequence[int],
+        group: Group,
+        *,
+        send_rows: SendRows = start_all_to_all_rows,
+        send_gradients: SendRows = start_all_to_all_rows,
+    ) -> None:
         """Start sending ``tensors``, each with the same number of rows."""
         # Two autograd functions instead of one: the graph then has a node at each end of the message, so that backward,
         # too, starts the exchange of gradients before the computation in between and waits for it afterwards.
-        self._there = (send, receive)
-        self._back = (receive, send)
+        self._there = (send_rows, send, receive)
+        self._back = (send_gradients, receive, send)
         self._group = group
-        self._handles: list[Handle] = []
+        self._handles: list[RowsHandle] = []
         self._results: list[Tensor] = []
         self._arriving: tuple[Tensor, ...] = _BeginRows.apply(self, *tensors)
 
@@ -52,8 +78,9 @@ class RowExchange:
 
     def begin(self, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
         """Start sending values, or with ``back`` their gradients; the returned tensors are valid after ``finish``."""
+        start, send, receive = self._back if back else self._there
         for x in tensors:
-            result, handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
+            result, handle = start(x, send, receive, self._group)
             self._results.append(result)
             self._handles.append(handle)
         return self._results

@@ -56,17 +56,23 @@ class LaunchFlags:
         return sorted_flags
 
     def _add(self, group: list[str], flags: list[str], text: str) -> None:
-        same = [flag.replace("_", "-") for flag in group[:1]] == flags[:1] and len(flags) == len(group)
+        same = [plain(flag) for flag in group[:1]] == [plain(flag) for flag in flags[:1]] and len(flags) == len(group)
         same = same and all(_equal(old, new) for old, new in zip(group[1:], flags[1:], strict=True))
         if same:
             self.done.append(text)
         else:
-            self.translated[text] = " ".join(flags) or "the default"
+            remark = ", which Megatron-LM does only for a checkpoint of ModelOpt or with a teacher"
+            is_conditional = plain(group[0]) in tables.UNREAD_WITHOUT
+            self.translated[text] = (" ".join(flags) or "the default") + remark * is_conditional
+
+    def set_names(self) -> set[str]:
+        """The names of the settings that the command line gives, and of its other flags."""
+        return {aliases().get(name := plain(word), name) for word, _ in grouped(self.usable)}
 
     def different_defaults(self, config: RunConfig) -> dict[str, str]:
         """Flags that the command line leaves out and whose defaults are Megatron-LM's with another value, with the text
         of the difference."""
-        set_names = {aliases().get(name := plain(word), name) for word, _ in grouped(self.usable)}
+        set_names = self.set_names()
         values = config.flat()
         return {
             f"{to_flag(name)} {theirs}": f"here {values[name]}: {text}"

@@ -91,6 +91,9 @@ class MegatronSpellings(Spellings):
         if other is not None and self.has(other):
             line.ignored[flag] = f"no effect with {to_flag(other)}"
             return []
+        if name in tables.UNREAD_WITHOUT and not any(map(self.has, tables.UNREAD_WITHOUT[name])):
+            line.ignored[flag] = "Megatron-LM reads it only for a checkpoint of ModelOpt in --load, or with a teacher"
+            return []
         if name in line.known or name in aliases():
             line.weak += tables.OVERRIDDEN_BY_FLAG.get(name, ())
             return self._values(flag, aliases().get(name, name), values, line)

@@ -22,6 +22,7 @@ OTHER_DEFAULTS: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair i
 FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 TOGETHER: dict[str, str] = _TABLES["together"]
 UNREAD_WITH: dict[str, str] = _TABLES["unread_with"]
+UNREAD_WITHOUT = {name: settings.split() for name, settings in _TABLES["unread_without"].items()}
 LISTS = frozenset(_TABLES["lists"].split())
 OF_OTHER_PROGRAMS: dict[str, str] = _TABLES["of_other_programs"]
 

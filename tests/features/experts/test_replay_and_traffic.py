@@ -51,7 +51,7 @@ def _bytes_sent(settings: dict) -> tuple[int, int]:
     run, real, sent = tiny_run(**MODEL, moe_router_force_load_balancing=True, **settings), dist.all_to_all_single, []
 
     def counted(received, x, receive, send, group, async_op):
-        if x.dim() == 2 and x.shape[1] == run.config.model.hidden_size:
+        if x.dim() == 2 and x.shape[1] >= run.config.model.hidden_size:
             mine = sum(send[: group.rank()]), sum(send[: group.rank() + 1])
             sent.append(x.nbytes - x[slice(*mine)].nbytes)
         return real(received, x, receive, send, group=group, async_op=async_op)
@@ -61,10 +61,16 @@ def _bytes_sent(settings: dict) -> tuple[int, int]:
     return sum(sent), size.num_microbatches
 
 
-@pytest.mark.parametrize("ep", [2, 4])
-def test_bytes_of_the_all_to_all(ep: int) -> None:
-    """T k h bytes (EP - 1) / EP for each of: dispatch and return, forward and backward, layers and micro-batches."""
+@pytest.mark.parametrize(
+    ("ep", "formats"),
+    [(2, {}), (4, {}), (2, {"moe_dispatch_fwd_dtype": "mxfp8"}), (2, {"moe_combine_bwd_dtype": "mxfp8"})],
+)
+def test_bytes_of_the_all_to_all(ep: int, formats: dict) -> None:
+    """T k h bytes (EP - 1) / EP for each of: dispatch and return, forward and backward, layers and micro-batches.
+
+    With MXFP8 a row of 32 channels has 33 bytes instead of 64 in bfloat16."""
     tokens, k, hidden, layers = 2 * 16, 2, 32, 2
-    found = run_ranks(ep, _bytes_sent, {"expert_model_parallel_size": ep})
+    found = run_ranks(ep, _bytes_sent, {"expert_model_parallel_size": ep, "bf16": True, **formats})
+    rows = [33] * len(formats) + [2 * hidden] * (4 - len(formats))
     for sent, micros in found:
-        assert sent == tokens * k * hidden * 4 * (ep - 1) // ep * 4 * layers * micros
+        assert sent == tokens * k * sum(rows) * (ep - 1) // ep * layers * micros
