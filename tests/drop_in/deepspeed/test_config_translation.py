@@ -37,6 +37,27 @@ def test_absent_batch_sizes_follow_from_the_others(given: dict[str, int], expect
     assert found.settings["global_batch_size"] == expected[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    (
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, (8, 2, 2)),
+        ({"train_batch_size": 16}, (8, 4, 1)),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, (8, 2, 2)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, (8, 2, 2)),
+    ),
+)
+def test_a_batch_counts_the_ranks_of_autotp_size_as_deepspeed_does(
+    given: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    """``DeepSpeedConfig.world_size`` of 0.19.8 is that of torch.distributed without an mpu."""
+    found = translate({**given, "tensor_parallel": {"autotp_size": 2}}, 4)
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == expected
+    assert found.settings["global_batch_size"] == expected[0]
+    if "gradient_accumulation_steps" not in given:
+        with_mpu = translate({**given, "tensor_parallel": {"autotp_size": 2}}, 4, has_mpu=True)
+        assert with_mpu.settings["global_batch_size"] == 16
+
+
 def test_all_problems_are_in_one_error() -> None:
     config = {
         "train_batch_size": 8,
