@@ -71,7 +71,12 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def groups_of(
-    module: nn.Module, config: OptimizerConfig, choice: Iterable[Any] | None, *, keeps_all: bool = False, trains: bool = True
+    module: nn.Module,
+    config: OptimizerConfig,
+    choice: Iterable[Any] | None,
+    *,
+    keeps_all: bool = False,
+    trains: bool = True,
 ) -> Groups:
     """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay``, ``eps`` (and ``betas`` of
     Adam, ``momentum`` of SGD).

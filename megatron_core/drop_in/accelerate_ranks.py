@@ -112,7 +112,7 @@ def _checked(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _patch_saving() -> None:
-    """Save whole layers: accelerate knows ``autotp_size`` alone, and would save one rank's experts of ``autoep_size``."""
+    """Save whole layers: accelerate knows ``autotp_size`` alone, and would save one rank's experts."""
     from accelerate.accelerator import Accelerator
 
     get_state_dict = Accelerator.get_state_dict

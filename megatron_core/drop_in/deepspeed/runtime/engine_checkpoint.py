@@ -198,7 +198,7 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         return self._whole_state_dict(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return whole weights and buffers on the CPU of rank 0, None on other ranks; ``ValueError`` if all have them."""
+        """Return whole weights and buffers on rank 0, None on other ranks; ``ValueError`` if every rank has them."""
         if not (self.zero_optimization_partition_weights() or self.has_split_layers()):
             raise ValueError("every rank has whole weights below stage 3 without autotp_size: use module_state_dict()")
         return self._whole_state_dict(exclude_frozen_parameters)
