@@ -76,7 +76,9 @@ class ConfigReader:
             )
         for path, value in leaves(self.values):
             key = find_key(path)
-            if (key is None or key.use == "translated") and is_section(path):
+            if path.startswith("_"):
+                self.ignored.setdefault("names that begin with _ are comments", []).append(path)
+            elif (key is None or key.use == "translated") and is_section(path):
                 self.faults.append(f"{path}={quoted(value)} must be an object {{...}}")
             elif key is None:
                 near = get_close_matches(path, key_names(), 1, 0.7)

@@ -104,6 +104,15 @@ def test_names_with_dots_that_trl_writes_are_left_out() -> None:  # trl 1.16, mo
     assert all(name in found.notes[0] for name in names) and "a name with a dot" in found.notes[0]
 
 
+def test_keys_of_llama_factory_that_deepspeed_does_not_read_are_named() -> None:  # 0.9.5, ds_z2_autotp, ds_z3_fp8
+    monitors = {"monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}}}
+    found = translate(
+        {"train_batch_size": 8, "_comment": "models: ...", "comms_config": {"verbose": False}} | monitors, 1
+    )
+    shown = " ".join(found.notes)
+    assert all(name in shown for name in ("_comment", "comms_config.verbose", "monitor_config.csv_monitor.enabled"))
+
+
 def test_disabled_sections_are_accepted() -> None:
     config = {"train_batch_size": 1, "flops_profiler": {"enabled": False, "profile_step": 1}, "wandb": None}
     assert translate(config, 1).notes == []
