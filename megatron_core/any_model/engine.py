@@ -67,13 +67,14 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         own_optimizer: torch.optim.Optimizer | None = None,
         unit_classes: UnitClasses | None = None,
         initialise: Initialise | None = None,
+        trains: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
         self.config = config
         self.world = world
         parameters = None if model_parameters is None else list(model_parameters)
-        prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None))
+        prepared = self._prepare(Choices(parameters, unit_classes, initialise, own_optimizer is not None, trains))
         self.groups = prepared.groups
         self.context = prepared.context
         self.fp8 = prepared.fp8

@@ -74,6 +74,7 @@ def initialize(
     shuffle: bool = True,
     partition_method: str | Sequence[int] = DEFAULT_PARTITION,
     head_modules: Sequence[str] = (),
+    trains: bool = True,
 ) -> Initialized:
     """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
 
@@ -86,7 +87,8 @@ def initialize(
     ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
     ``partition_method`` and ``head_modules``: how ``pipeline_model_parallel_size`` cuts a model into stages, see
     ``ModelCut``; a ``PipelineModule`` has its own. ``initialise(module)`` fills the parameters of one module of a model
-    on the meta device. Without a dtype in ``config`` that of the parameters is used. Without torch.distributed, the
+    on the meta device. ``trains=False``: the engine only runs forward, and all parameters may be frozen (a reference
+    model). Without a dtype in ``config`` that of the parameters is used. Without torch.distributed, the
     processes of torchrun are joined; one process needs no launcher.
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
@@ -134,7 +136,7 @@ def initialize(
         options |= {"partition_method": partition_method, "head_modules": head_modules, "has_dtype": has_dtype}
         engine: Engine = PipelineEngine(model, settings, world, **options)
     else:
-        engine = Engine(model, settings, world, **options)
+        engine = Engine(model, settings, world, trains=trains, **options)
     loader = None
     if training_data is not None:
         loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)

@@ -71,7 +71,12 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def groups_of(
-    module: nn.Module, config: OptimizerConfig, choice: Iterable[Any] | None, *, keeps_all: bool = False
+    module: nn.Module,
+    config: OptimizerConfig,
+    choice: Iterable[Any] | None,
+    *,
+    keeps_all: bool = False,
+    trains: bool = True,
 ) -> Groups:
     """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay``, ``eps`` (and ``betas`` of
     Adam, ``momentum`` of SGD).
@@ -79,7 +84,7 @@ def groups_of(
     ``choice``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
     then applies to each, and further entries are kept, as are groups without trained parameters: schedulers have a
     rate for each group. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: add no
-    settings to those of ``choice``.
+    settings to those of ``choice``. ``trains``: an error if there are no trained parameters.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     if config.optimizer == "adam":
@@ -87,7 +92,7 @@ def groups_of(
     elif config.optimizer == "sgd":
         common["momentum"] = config.section(MomentumConfig).sgd_momentum
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
+    if trains and not trained:
         raise ConfigError(f"model={type(module).__name__} has no parameter with requires_grad=True; nothing to train")
     for parameter, name in trained.items():
         if parameter.is_complex():

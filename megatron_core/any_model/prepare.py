@@ -45,6 +45,8 @@ class Choices:
     initialise: Initialise | None
     keeps_all: bool
     """Whether parameter groups keep settings of the caller's own optimizer."""
+    trains: bool = True
+    """Whether the engine must have trained parameters."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     groups = make_groups(config.parallel, world, ends=(0, 0))
     check_same_module(module, world.device)
     with raising_on_all_ranks(world.device):
-        param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
+        param_groups = groups_of(
+            module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all, trains=choices.trains
+        )
     cast_module(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
     equalize_and_split(module, groups, config.training.seed, world.device)

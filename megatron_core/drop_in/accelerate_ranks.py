@@ -20,6 +20,7 @@ from megatron_core.launcher import describe_one_rank
 def adapt_accelerate() -> None:
     """Let accelerate find the ranks of the drop-in's packages, once it is imported."""
     run_after_import("accelerate.state", _patch_states)
+    run_after_import("accelerate.accelerator", _patch_saving)
     run_after_import("accelerate.commands.launch", _patch_launcher)
     run_after_import("accelerate.utils.dataclasses", _patch_plugins)
     run_after_import("accelerate.utils.megatron_lm", _patch_megatron)
@@ -106,6 +107,21 @@ def _checked(initialize: Callable[..., None]) -> Callable[..., None]:
             )
 
     return __init__
+
+
+def _patch_saving() -> None:
+    """Save whole layers: accelerate knows ``autotp_size`` alone, and would save one rank's experts."""
+    from accelerate.accelerator import Accelerator
+
+    get_state_dict = Accelerator.get_state_dict
+
+    @functools.wraps(get_state_dict)
+    def get(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(model, "has_split_layers") and model.has_split_layers():
+            return model._consolidated_16bit_state_dict()
+        return get_state_dict(self, model, *args, **kwargs)
+
+    Accelerator.get_state_dict = get
 
 
 def _patch_plugins() -> None:

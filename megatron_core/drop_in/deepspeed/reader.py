@@ -76,7 +76,9 @@ class ConfigReader:
             )
         for path, value in leaves(self.values):
             key = find_key(path)
-            if (key is None or key.use == "translated") and is_section(path):
+            if path.startswith("_"):
+                self.ignored.setdefault("names that begin with _ are comments", []).append(path)
+            elif (key is None or key.use == "translated") and is_section(path):
                 self.faults.append(f"{path}={quoted(value)} must be an object {{...}}")
             elif key is None:
                 near = get_close_matches(path, key_names(), 1, 0.7)
@@ -152,8 +154,12 @@ class ConfigReader:
         if every != float("inf"):  # which accelerate sets for no lines at all
             self.integer("steps_per_print", 1, 0)
 
-    def batch(self, ranks: int) -> tuple[int, int, int]:
-        """Batch, micro-batch and accumulation steps; absent ones follow from the others, as in DeepSpeed."""
+    def batch(self, ranks: int, counted: int) -> tuple[int, int, int]:
+        """Batch, micro-batch and accumulation steps; absent ones follow from the others, as in DeepSpeed.
+
+        ``ranks``: those with batches of their own; the batch is that of these ranks. ``counted``: the number of ranks
+        by which the batch of the JSON is divided.
+        """
         if elasticity_enabled(self.values):
             if any(name in self.values for name in TRIPLE) and not self.flag(
                 "elasticity.ignore_non_elastic_batch_info"
@@ -173,17 +179,17 @@ class ConfigReader:
             assert micro is not None
             return micro * (steps or 1) * ranks, micro, steps or 1
         if micro is None:
-            micro = batch // ranks // (steps or 1)
+            micro = batch // counted // (steps or 1)
             steps = steps or 1
         elif steps is None:
-            steps = batch // micro // ranks
-        if batch != micro * steps * ranks:
+            steps = batch // micro // counted
+        if batch != micro * steps * counted and (None in given or batch != micro * steps * ranks):
             shown = ", ".join(f"{name}={value}" for name, value in zip(TRIPLE, given, strict=True) if value is not None)
             self.faults.append(
-                f"{shown} on {ranks} ranks contradict: {TRIPLE[0]} must be {TRIPLE[1]} x {TRIPLE[2]} x ranks; "
+                f"{shown} on {counted} ranks contradict: {TRIPLE[0]} must be {TRIPLE[1]} x {TRIPLE[2]} x ranks; "
                 "correct or omit one of them"
             )
-        return batch, micro, steps
+        return micro * steps * ranks, micro, steps
 
     def precision(self) -> dict[str, Any]:
         """Settings of fp16, bf16 and the dtype of communication."""

@@ -97,7 +97,10 @@ def to_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _layout(found: dict[str, Any], left: dict[str, Any]) -> None:
     """Translate sizes of groups, and the overlap of gathers at stage 3."""
     if left.get("tensor_model_parallel_size", 1) > 1:
-        _put(found, "tensor_parallel.autotp_size", left.pop("tensor_model_parallel_size"))
+        size = left.pop("tensor_model_parallel_size")
+        _put(found, "tensor_parallel.autotp_size", size)
+        if "train_batch_size" in found:  # DeepSpeed counts the micro-batches of all ranks
+            found["train_batch_size"] *= size
     if left.get("expert_model_parallel_size", 1) > 1:
         size = left.pop("expert_model_parallel_size")
         _put(found, "expert_parallel", {"enabled": True, "autoep_size": size})

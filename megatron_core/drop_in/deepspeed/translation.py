@@ -109,8 +109,13 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "zero_optimization": found}
 
 
-def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: int) -> Translation:
+def translate(
+    config: Mapping[str, Any] | str | os.PathLike[str], world_size: int, *, has_mpu: bool = False
+) -> Translation:
     """Translate DeepSpeed's configuration for ``world_size`` ranks, those of one pipeline stage.
+
+    ``has_mpu``: ``train_batch_size`` does not count the ranks of ``autotp_size``. DeepSpeed knows them from an ``mpu``
+    alone, and without one counts every rank's micro-batches, also equal ones.
 
     DeepSpeed decays all parameters alike: pass ``model.parameters()`` as ``model_parameters``. The learning rate of
     ``settings`` is constant; ``scheduler`` names the class that changes it.
@@ -124,7 +129,7 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     reader.check_types()
     layout = reader.layout(world_size)
     copies = world_size // layout.ranks_of_a_sample
-    triple = reader.batch(copies)
+    triple = reader.batch(copies, copies if has_mpu else copies * layout.tensor)
     if (size := reader.integer("data_parallel_size", copies, 1)) != copies:
         reader.faults.append(f"data_parallel_size={size}, but {copies} ranks hold copies of the model; remove the key")
     settings: dict[str, Any] = {"micro_batch_size": triple[1], "global_batch_size": triple[0]}

@@ -139,3 +139,10 @@ def test_a_wrong_file_is_refused_in_one_line(
 
 def test_settings_without_a_key_are_returned() -> None:
     assert to_deepspeed({"micro_batch_size": 1, "seed": 3}) == ({"train_micro_batch_size_per_gpu": 1}, {"seed": 3})
+
+
+def test_the_batch_of_a_file_for_deepspeed_counts_all_ranks() -> None:
+    settings = {"micro_batch_size": 2, "global_batch_size": 8, "tensor_model_parallel_size": 2}
+    values, _ = to_deepspeed(settings)
+    assert values["train_batch_size"] == 16
+    assert translate(values, 4).settings.items() >= settings.items()

@@ -37,6 +37,27 @@ def test_absent_batch_sizes_follow_from_the_others(given: dict[str, int], expect
     assert found.settings["global_batch_size"] == expected[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    (
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, (8, 2, 2)),
+        ({"train_batch_size": 16}, (8, 4, 1)),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, (8, 2, 2)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, (8, 2, 2)),
+    ),
+)
+def test_a_batch_counts_the_ranks_of_autotp_size_as_deepspeed_does(
+    given: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    """``DeepSpeedConfig.world_size`` of 0.19.8 is that of torch.distributed without an mpu."""
+    found = translate({**given, "tensor_parallel": {"autotp_size": 2}}, 4)
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == expected
+    assert found.settings["global_batch_size"] == expected[0]
+    if "gradient_accumulation_steps" not in given:
+        with_mpu = translate({**given, "tensor_parallel": {"autotp_size": 2}}, 4, has_mpu=True)
+        assert with_mpu.settings["global_batch_size"] == 16
+
+
 def test_all_problems_are_in_one_error() -> None:
     config = {
         "train_batch_size": 8,
@@ -81,6 +102,15 @@ def test_names_with_dots_that_trl_writes_are_left_out() -> None:  # trl 1.16, mo
     found = translate(config | {f"zero_optimization.{name}": 57.6 for name in names}, 2)
     assert found.settings == translate(config, 2).settings
     assert all(name in found.notes[0] for name in names) and "a name with a dot" in found.notes[0]
+
+
+def test_keys_of_llama_factory_that_deepspeed_does_not_read_are_named() -> None:  # 0.9.5, ds_z2_autotp, ds_z3_fp8
+    monitors = {"monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}}}
+    found = translate(
+        {"train_batch_size": 8, "_comment": "models: ...", "comms_config": {"verbose": False}} | monitors, 1
+    )
+    shown = " ".join(found.notes)
+    assert all(name in shown for name in ("_comment", "comms_config.verbose", "monitor_config.csv_monitor.enabled"))
 
 
 def test_disabled_sections_are_accepted() -> None:

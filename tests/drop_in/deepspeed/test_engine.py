@@ -305,6 +305,10 @@ def test_an_engine_without_optimizer_only_runs_forward() -> None:
     config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
     engine, optimizer, _, _ = deepspeed.initialize(model=_model(), config=config)
     assert optimizer is None and engine(_batch(0)).shape == (2, 1)
+    reference = deepspeed.initialize(model=_model().requires_grad_(False), config=config)[0]
+    assert torch.equal(reference(_batch(0)), engine(_batch(0)))
+    with pytest.raises(ConfigError, match="nothing to train"):
+        deepspeed.initialize(model=_model().requires_grad_(False), config=CONFIG)
     assert deepspeed.initialize(model=_model(), config={**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0}}})[
         0
     ].get_lr() == [0.0]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import deepspeed
@@ -21,6 +26,7 @@ from tests.drop_in.deepspeed import SHARDS
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 EXPERTS = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, **SHARDS}
 STEPS, BATCH, LENGTH = 3, 4, 8
 
 
@@ -33,8 +39,10 @@ def _model(kind: str) -> torch.nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
 
 
-def _trained(kind: str, changes: dict[str, Any], mesh: tuple[int, int] | None = None) -> tuple[list[float], Any]:
-    """Losses, and a weight of attention that is whole on every rank."""
+def _trained(
+    kind: str, changes: dict[str, Any], folder: str, mesh: tuple[int, int] | None = None
+) -> tuple[list[float], Any]:
+    """Losses, and a weight that is whole on every rank; whole weights in ``folder``, and from accelerate on rank 0."""
     config = {
         "train_batch_size": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
@@ -53,14 +61,21 @@ def _trained(kind: str, changes: dict[str, Any], mesh: tuple[int, int] | None = 
     weight = safe_get_full_fp32_param(engine.module.model.norm.weight)
     assert engine.sequence_parallel_size == groups._get_sequence_parallel_world_size()
     assert engine.autotp_size() in (0, groups.get_tensor_model_parallel_world_size())
+    assert engine.save_16bit_model(folder, "engine.safetensors")
+    client = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, deepspeed_config=config, unwrap_model=lambda _: engine.module
+    )
+    state = Accelerator.get_state_dict(client, engine)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        save_file(state, Path(folder, "accelerate.safetensors"))
     return losses, weight.numpy().copy()
 
 
 ROWS: list[tuple[str, int, dict[str, Any], tuple[int, int] | None]] = [
-    ("Llama", 2, {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3, **SHARDS}}, None),
+    ("Llama", 2, {"sequence_parallel_size": 2, "zero_optimization": STAGE_3}, None),
     ("Llama", 2, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}, None),
-    ("Llama", 4, {"zero_optimization": {"stage": 3, "overlap_comm": True, **SHARDS}}, (2, 2)),
-    ("Llama", 4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, **SHARDS}}, None),
+    ("Llama", 4, {"zero_optimization": {**STAGE_3, "overlap_comm": True}}, (2, 2)),
+    ("Llama", 4, {"zero_optimization": {**STAGE_3, "zero_hpz_partition_size": 2}}, None),
     ("Mixtral", 2, {"expert_parallel": EXPERTS, "zero_optimization": {"stage": 2}}, None),
 ]
 
@@ -68,12 +83,19 @@ ROWS: list[tuple[str, int, dict[str, Any], tuple[int, int] | None]] = [
 @pytest.mark.every_case
 @pytest.mark.parametrize(("kind", "ranks", "changes", "mesh"), ROWS)
 def test_ranks_compute_what_one_computes(
-    kind: str, ranks: int, changes: dict[str, Any], mesh: tuple[int, int] | None
+    kind: str, ranks: int, changes: dict[str, Any], mesh: tuple[int, int] | None, tmp_path: Path
 ) -> None:
-    ((wanted, weight),) = run_ranks(1, _trained, kind, {}, backend="gloo")
-    for losses, found in run_ranks(ranks, _trained, kind, changes, mesh, backend="gloo"):
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    for folder in (alone, several):
+        folder.mkdir()
+    ((wanted, weight),) = run_ranks(1, _trained, kind, {"zero_optimization": {"stage": 0}}, str(alone), backend="gloo")
+    for losses, found in run_ranks(ranks, _trained, kind, changes, str(several), mesh, backend="gloo"):
         assert losses == pytest.approx(wanted, rel=2e-5)
         np.testing.assert_allclose(found, weight, rtol=2e-5)
+    whole = load_file(alone / "engine.safetensors")
+    for path in several.iterdir():
+        torch.testing.assert_close(load_file(path), whole, rtol=1e-4, atol=2e-6)
+    assert sorted(path.name for path in several.iterdir()) == ["accelerate.safetensors", "engine.safetensors"]
 
 
 def _split_before(changes: dict[str, Any]) -> list[float]:

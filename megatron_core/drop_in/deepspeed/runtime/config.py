@@ -27,16 +27,23 @@ def _own_case(name: str) -> str:
 class DeepSpeedConfig:
     """Reads a JSON configuration, a dict or a file, and translates it for the ranks of the job.
 
-    ``mpu``: an object with ``get_data_parallel_world_size()``, if the job has model parallelism. ``translation``: the
-    result in settings of this project. Errors: ``DeepSpeedConfigError`` with all problems.
+    ``mpu``: an object with ``get_data_parallel_world_size()``, if the job has model parallelism. ``has_mpu``: the job
+    has one, whose groups the engine makes itself. ``translation``: the result in settings of this project.
+
+    Errors: ``DeepSpeedConfigError`` with all problems.
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str],
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        has_mpu: bool = False,
     ) -> None:
         ranks = _ranks_of_a_stage(mpu)
         self._param_dict = read_json(config)
-        self.translation = found = translate(self._param_dict, ranks)
+        self.translation = found = translate(self._param_dict, ranks, has_mpu=has_mpu or mpu is not None)
         sizes = [found.settings.get(f"{axis}_parallel_size", 1) for axis in ("tensor_model", "context")]
         self.autotp_size, self.sequence_parallel_size = sizes
         self.world_size = ranks // (self.autotp_size * self.sequence_parallel_size)

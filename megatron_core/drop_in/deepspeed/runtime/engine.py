@@ -80,7 +80,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineReports, EngineSettings, nn.Module
         if self._config.translation.sums_gradients and settings["pipeline_model_parallel_size"] > 1:
             raise ConfigError("gradient_allreduce_op='sum' with a PipelineModule of several stages: use 'mean'")
         core = native.initialize(
-            model, settings, optimizer=chosen.optimizer, model_parameters=chosen.model_parameters
+            model, settings, optimizer=chosen.optimizer, model_parameters=chosen.model_parameters, trains=chosen.trains
         ).engine
         core.casts_inputs = self.fp16_auto_cast()
         core.sums_over_ranks = self._config.translation.sums_gradients

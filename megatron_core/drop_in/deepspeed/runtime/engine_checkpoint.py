@@ -20,6 +20,7 @@ from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
+from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks, raise_on_all_ranks
 
 LATEST = "latest"
@@ -186,10 +187,23 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         with self.core.gathered(self.module.parameters(), modify=True):
             self.module.load_state_dict(state_dict, strict=strict)
 
+    def has_split_layers(self) -> bool:
+        """Whether ranks hold parts of layers at every stage, as with ``autotp_size`` and ``autoep_size``."""
+        return any(spec_of(parameter).splits for parameter in self.module.parameters())
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return whole weights and buffers on the CPU of rank 0, None on other ranks; ``ValueError`` below stage 3."""
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode; below stage 3 use module_state_dict()")
+        return self._whole_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return whole weights and buffers on rank 0, None on other ranks; ``ValueError`` if every rank has them."""
+        if not (self.zero_optimization_partition_weights() or self.has_split_layers()):
+            raise ValueError("every rank has whole weights below stage 3 without autotp_size: use module_state_dict()")
+        return self._whole_state_dict(exclude_frozen_parameters)
+
+    def _whole_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
         found = self.core.full_state_dict()
         self._encode_prompts()
         if self.core.world.rank:
@@ -208,8 +222,6 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
                 prompts[adapter_name] if self.global_steps == step else method(model, adapter_name)
             )
 
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
     def _without_frozen(self, state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {f"{prefix}{name}" for name, parameter in named if not parameter.requires_grad}
@@ -227,11 +239,13 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         """
         path = Path(save_dir, save_filename)
         if not self.zero_optimization_partition_weights():
-            state: dict[str, Tensor] | None = self.module_state_dict(
-                exclude_frozen_parameters=exclude_frozen_parameters
+            state: dict[str, Tensor] | None = (
+                self._whole_state_dict(exclude_frozen_parameters)
+                if self.has_split_layers()
+                else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
             )
         elif self.zero_gather_16bit_weights_on_model_save():
-            state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+            state = self._whole_state_dict(exclude_frozen_parameters)
         else:
             logger.info("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False

@@ -65,10 +65,11 @@ def initialize(
     with raising_on_all_ranks(torch.device(get_accelerator().current_device_name())):
         values = _with_sizes(read_json(_chosen(args, config, config_params)), model, mesh_param)
         evaluates_whole = isinstance(mpu, SequenceRanks)
+        has_mpu = mpu is not None and not evaluates_whole
         if isinstance(mpu, SequenceRanks):
             values, mpu = _with_size(values, None, "sequence_parallel_size", mpu.size, f"sp_size={mpu.size}"), None
         mpu = mpu if mpu is None or is_pipeline else _without_tensor_groups(mpu, values)
-        settings = DeepSpeedConfig(values, mpu)
+        settings = DeepSpeedConfig(values, mpu, has_mpu=has_mpu)
     for sentence in (INFO, *settings.translation.notes):
         log_dist(sentence, ranks=[0])
     kind: Any = PipelineEngine if is_pipeline else DeepSpeedEngine
