@@ -251,7 +251,8 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
     yield from script.notes
     set_names = flags.set_names()
-    differences = (one for one in training_differences(translated.config) if one.of_default not in set_names)
+    listed = training_differences(translated.config)
+    differences = (difference for difference in listed if difference.of_default not in set_names)
     yield from (f"differs from Megatron-LM: {difference}" for difference in differences)
     yield "all other differences: docs/from_megatron.md"
 

@@ -268,8 +268,8 @@ class LayerClock:
         # Of every token: the products of the router, and of latents, which have the same sizes both ways.
         router = self.linear(local_tokens, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
         moved = self.exchange()
-        there = self.exchange("moe_dispatch_fwd_dtype")
-        back = self.exchange("moe_combine_bwd_dtype")
+        dispatch = self.exchange("moe_dispatch_fwd_dtype")
+        gradients = self.exchange("moe_combine_bwd_dtype")
         reducing = 0.0
         if self.tp > 1 and self.parts == 1:
             reducing = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
@@ -279,8 +279,8 @@ class LayerClock:
         kernels = {"elements": permuted, "launches": self.launches(20 + 2 * local)}
         passes = [
             Passes(
-                {"products": first[0] + second[0] + router[0], "ep": there + moved, "tp": reducing},
-                {"products": first[1] + second[1] + router[1], "ep": back + moved, "tp": reducing},
+                {"products": first[0] + second[0] + router[0], "ep": dispatch + moved, "tp": reducing},
+                {"products": first[1] + second[1] + router[1], "ep": gradients + moved, "tp": reducing},
                 {"products": first[2] + second[2] + router[2], "launches": self.launches(2 * local)},
             ),
             Passes(total([forward, kernels]), total([backward, kernels]), {}),
