@@ -254,8 +254,6 @@ def _of_numbers(config: RunConfig) -> Iterator[TrainingDifference]:
         yield TrainingDifference("--fp8-param-gather", "rounds weights to 16 bits, then to 8; there once, to 8")
     if config.optional("fp8_format") and config.optional("num_experts") and config.value("fp8_recipe") != "delayed":
         deviations = ["each row has a scale (there each expert)"] * (config.value("fp8_recipe") == "tensorwise")
-        deviations += ["weight gradients have the precision of activations (there FP8)"] * config.value(
-            "fp8_wgrad"
-        )
+        deviations += ["weight gradients have the precision of activations (there FP8)"] * config.value("fp8_wgrad")
         if deviations:
             yield TrainingDifference("FP8 of experts", ", and ".join(deviations))
