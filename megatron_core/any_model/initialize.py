@@ -79,17 +79,16 @@ def initialize(
     """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
 
     ``config``: settings by name, a YAML or JSON file, or a ``RunConfig``; the names are those of the command line
-    (``zero_stage``, ``bf16``, ``micro_batch_size``, ``global_batch_size``, ``lr``, ``clip_grad``, ``optimizer``, ...).
-    ``optimizer``: a torch optimizer, or a function that makes one of a list of parameters; by default ``config``
-    chooses. AdamW, Adam and SGD run fused on shards; others run themselves, see ``needs_whole_parameters``.
-    ``training_data``: a map-style data set; ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch
-    scheduler of ``optimizer``, or a function that makes one of the engine's optimizer; each step calls its ``step()``.
-    ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
-    ``partition_method`` and ``head_modules``: how ``pipeline_model_parallel_size`` cuts a model into stages, see
-    ``ModelCut``; a ``PipelineModule`` has its own. ``initialise(module)`` fills the parameters of one module of a model
-    on the meta device. ``trains=False``: the engine only runs forward, and all parameters may be frozen (a reference
-    model). Without a dtype in ``config`` that of the parameters is used. Without torch.distributed, the
-    processes of torchrun are joined; one process needs no launcher.
+    (``zero_stage``, ``bf16``, ``micro_batch_size``, ``global_batch_size``, ``lr``, ...). ``optimizer``: a torch
+    optimizer, or a function that makes one of a list of parameters; by default ``config`` chooses. AdamW, Adam and SGD
+    run fused on shards; others run themselves, see ``needs_whole_parameters``. ``training_data``: a map-style data set;
+    ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch scheduler of ``optimizer``, or a
+    function that makes one of the engine's optimizer; each step calls its ``step()``. ``model_parameters``: parameter
+    groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``. ``partition_method`` and
+    ``head_modules``: how ``pipeline_model_parallel_size`` cuts a model into stages, see ``ModelCut``; a
+    ``PipelineModule`` has its own. ``initialise(module)`` fills the parameters of one module of a model on the meta
+    device. ``trains=False``: only forward, also of a frozen model. Without a dtype in ``config`` that of the parameters
+    is used. Without torch.distributed, torchrun's processes are joined; one process needs no launcher.
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
@@ -126,12 +125,8 @@ def initialize(
     settings = check_engine_settings(settings, world.size)
     set_process_switches(settings)
     detach_engine(model)
-    options: dict[str, Any] = {
-        "model_parameters": model_parameters,
-        "own_optimizer": own_optimizer,
-        "unit_classes": unit_classes,
-        "initialise": initialise,
-    }
+    options: dict[str, Any] = {"model_parameters": model_parameters, "own_optimizer": own_optimizer}
+    options |= {"unit_classes": unit_classes, "initialise": initialise}
     if settings.parallel.pipeline_model_parallel_size > 1 or isinstance(model, PipelineModule):
         options |= {"partition_method": partition_method, "head_modules": head_modules, "has_dtype": has_dtype}
         engine: Engine = PipelineEngine(model, settings, world, **options)
