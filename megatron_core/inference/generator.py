@@ -112,8 +112,8 @@ class Generator:
     @property
     def _mixers(self) -> list[AttentionKind]:
         """The kinds of the layers of this rank."""
-        names = [name for stage in self.stages.values() for name, _ in stage.decoder.layers.items()]
-        return [mixer_of(self.config.model, int(name)) for name in names]
+        numbers = [number for stage in self.stages.values() for number in stage.decoder.layer_numbers]
+        return [mixer_of(self.config.model, number) for number in numbers]
 
     @property
     def losses(self) -> Losses | None:

@@ -52,6 +52,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.config = self.model_config = context.config
         make = load_hook(context.config.layer_class)
+        self.layer_numbers = tuple(layers)
         self.layers = Layers(
             {str(layer): make(context.of_layer(layer), layer, layer_specs(context.config, layer)) for layer in layers}
         )

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.transformer.utils import (
     attention_mask_func,
@@ -34,7 +34,9 @@ from megatron.core.transformer.utils import (
     get_sliding_window_causal_mask,
     openai_gelu,
 )
+from megatron.core.utils import check_param_hashes_across_dp_replicas
 from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.utils import calc_params_l2_norm
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.megatron_flags.tables import ACCEPTED
@@ -47,9 +49,9 @@ IDS = (torch.arange(2 * LENGTH).view(2, LENGTH) * 7) % VOCABULARY
 MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
 
 
-def config(**settings: Any) -> TransformerConfig:
+def config(kind: type[TransformerConfig] = TransformerConfig, **settings: Any) -> TransformerConfig:
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": torch.float64}
-    return TransformerConfig(**sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
+    return kind(**sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
 
 
 def gpt(settings: TransformerConfig | None = None, spec: Any = None, **given: Any) -> GPTModel:
@@ -94,6 +96,105 @@ def test_transformer_engines_specification_gives_the_same_layer() -> None:
     expected = gpt()(IDS)
     assert torch.equal(gpt(spec=get_gpt_layer_with_transformer_engine_spec())(IDS), expected)
     assert torch.equal(gpt(spec=get_gpt_decoder_block_spec(config(), use_transformer_engine=True))(IDS), expected)
+
+
+LATENT = {"kind": MLATransformerConfig, "qk_layernorm": True, "q_lora_rank": 8, "kv_lora_rank": 8}
+NAMES: dict[str, tuple[dict[str, Any], str]] = {
+    "dense": (
+        {"normalization": "LayerNorm"},
+        "self_attention.linear_qkv.layer_norm_weight self_attention.linear_qkv.layer_norm_bias "
+        "mlp.linear_fc1.layer_norm_weight mlp.linear_fc1.layer_norm_bias",
+    ),
+    "experts": (
+        {"num_moe_experts": 4, "moe_layer_freq": [1, 0], "add_bias_linear": False, "normalization": "RMSNorm"},
+        "self_attention.linear_qkv.layer_norm_weight pre_mlp_layernorm.weight",
+    ),
+    "latent attention": (
+        LATENT | {"add_bias_linear": False, "normalization": "RMSNorm"},
+        "input_layernorm.weight self_attention.linear_q_up_proj.layer_norm_weight "
+        "self_attention.linear_kv_up_proj.layer_norm_weight mlp.linear_fc1.layer_norm_weight",
+    ),
+}
+"""Settings, and the names of norms in the first layer of Megatron Core's model with Transformer Engine."""
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_transformer_engines_specification_gives_its_names(kind: str) -> None:
+    changes, names = NAMES[kind]
+    settings, latent = config(**changes), kind == "latent attention"
+    specs: Any = [
+        make(None, False, latent, latent)
+        for make in (get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec)
+    ]
+    if kind == "experts":
+        specs = [get_gpt_decoder_block_spec(settings, use_transformer_engine=engine) for engine in (False, True)]
+    twin, model = (gpt(settings, spec) for spec in specs)
+    layer = {
+        name.removeprefix("decoder.layers.0.") for name in model.state_dict() if name.startswith("decoder.layers.0")
+    }
+    assert {name for name in layer if "norm" in name} == set(names.split())
+    # Checkpoints have the names of the other specification; state_dict is accepted with both.
+    assert {entry.key for entry in model.sharded_state_dict().values()} == set(twin.state_dict())
+    for parameter in twin.parameters():
+        nn.init.normal_(parameter)
+    model.load_state_dict(twin.state_dict())
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(model.state_dict())
+    gradients = {}
+    for each in (twin, model, copied):
+        each(IDS, labels=IDS).sum().backward()
+        gradients[each] = {name: parameter.grad for name, parameter in each.named_global_parameters()}
+        assert gradients[each].keys() == gradients[twin].keys()
+        assert all(torch.equal(grad, gradients[twin][name]) for name, grad in gradients[each].items())
+
+
+def _stages() -> list[tuple[list[str], list[str]]]:
+    """The names of the weights of two chunks in ``state_dict``, and in checkpoints."""
+    pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    parallel_state.initialize_model_parallel(**pipeline)
+    settings = config(
+        num_layers=8,
+        pipeline_dtype=torch.float64,
+        num_moe_experts=2,
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        **pipeline,
+    )
+    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
+    parallel_state.set_virtual_pipeline_model_parallel_rank(1)  # instead of vp_stage, in older programs
+    ends = {"pre_process": False, "post_process": False}
+    chunks = [gpt(settings, spec, vp_stage=0, **ends), gpt(settings, spec, **ends)]
+    return [
+        (list(chunk.state_dict()), [entry.key for entry in chunk.sharded_state_dict().values()]) for chunk in chunks
+    ]
+
+
+def test_a_stage_numbers_its_layers_from_0_and_checkpoints_all_layers() -> None:
+    for rank, chunks in enumerate(run_ranks(2, _stages)):
+        for chunk, (names, keys) in enumerate(chunks):
+            first = 4 * chunk + 2 * rank
+            assert {name.split(".")[2] for name in names} == {"0", "1"}
+            assert any("expert_bias" in name for name in names)
+            parts = [name.split(".") for name in names]
+            assert keys == [".".join([*p[:2], str(first + int(p[2])), *p[3:]]) for p in parts]
+
+
+def _norm(sizes: dict[str, int]) -> tuple[float, bool]:
+    """The norm of all weights by Megatron's function, and whether replicas are equal by Megatron's function."""
+    parallel_state.initialize_model_parallel(**sizes)
+    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False, num_query_groups=2)
+    model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=True))
+    return calc_params_l2_norm(model), check_param_hashes_across_dp_replicas([model])
+
+
+@pytest.mark.parametrize("axis", ["tensor", "expert"])
+def test_parameters_have_megatrons_attributes_of_their_split(axis: str) -> None:
+    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False, num_query_groups=2)
+    whole = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=True))
+    expected = sum(parameter.square().sum() for parameter in whole.parameters()) ** 0.5
+    for norm, are_equal in run_ranks(2, _norm, {f"{axis}_model_parallel_size": 2}):
+        assert norm == pytest.approx(expected.item(), rel=1e-12)
+        assert are_equal
 
 
 def test_packed_documents_see_nothing_of_one_another() -> None:  # C45

@@ -80,6 +80,18 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
         setattr(tensor, name, getattr(tensor, name, value))
 
 
+def set_attributes_of_specs(root: nn.Module) -> None:
+    """Set Megatron's attributes of the engine's parameters in ``root``: the split over tensor-parallel ranks, and
+    ``allreduce=False`` for experts, which are not summed over all data-parallel ranks."""
+    for parameter in root.parameters():
+        spec: Any = getattr(parameter, "shard_spec", None)
+        for split in () if spec is None or hasattr(parameter, "partition_dim") else spec.splits:
+            if split.axis in ("tp", "etp"):
+                set_tensor_model_parallel_attributes(parameter, True, split.dim, 1)
+        if spec is not None and spec.replica_axes == ("edp",):
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Copy the attributes that exist, also those of fused queries, keys and values."""
     for name in (*_DEFAULTS, "is_qkv", "qkv_split_shapes"):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_attributes_of_specs
 from megatron.core.transformer.layer_context import SampleNumbers, draw_weights, sequence_context
 from megatron.core.transformer.module import MegatronModule, mark_keep_in_fp32
+from megatron.core.transformer.names import rename
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.features.experts.part import update_expert_biases
@@ -189,7 +191,7 @@ def adopt(
     prefix: str | None,
     samples: SampleNumbers | None = None,
 ) -> None:
-    """Make the modules in ``root`` instances of ``classes``; weights, names and results do not change.
+    """Make the modules in ``root`` instances of ``classes`` with Megatron's names; weights and results do not change.
 
     Weights are drawn under the names ``prefix + name``, unless it is None. ``Float16Module`` keeps expert biases in
     float32. Later changes of ``config`` reach the modules, see ``ChangingConfig``.
@@ -207,3 +209,5 @@ def adopt(
                 mark_keep_in_fp32(bias)
     if prefix is not None:
         draw_weights(root, context.seed, prefix)
+    rename(root)  # the draws depend on the engine's names
+    set_attributes_of_specs(root)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.random import current_seed
 from megatron.core.transformer.foreign import foreign, foreign_norm, with_core_attention
+from megatron.core.transformer.names import norm_of_projection
 from megatron.core.transformer.spec_utils import IdentityOp, ModuleSpec, WrappedTorchNorm, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
@@ -135,12 +136,16 @@ def layer_context(
 def stage_layers(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> range:
     """Return the layers, numbered from 0, on chunk ``vp_stage`` of a pipeline rank, by default this one.
 
+    The default of ``vp_stage`` is that of ``set_virtual_pipeline_model_parallel_rank``, which older programs call.
+
     As in Megatron Core, the split is ``pipeline_model_parallel_layout``, or has given sizes of the first and the last
     stage, or is even, where embedding and loss may count as layers.
     """
     ranks, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     if pp_rank is None:
         pp_rank = parallel_state.get_pipeline_model_parallel_rank() if ranks > 1 else 0
+    if vp_stage is None and chunks > 1:
+        vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
     if not 0 <= pp_rank < ranks or not 0 <= (vp_stage or 0) < chunks:
         raise LayoutError(
             f"pp_rank={pp_rank}, vp_stage={vp_stage} is outside of the {ranks} ranks with {chunks} chunks"
@@ -226,6 +231,9 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
             "False; pass an MLATransformerConfig"
         )
     elif is_ours(parts.self_attention, SelfAttention, LatentAttention):
+        has_norms = has_latents and attention.keywords["qk_layernorm"] is Norm
+        if has_norms and _normalizes(parts.self_attention, "linear_q_up_proj", "linear_kv_up_proj"):
+            attention = changes["self_attention"] = partial(attention, qk_layernorm=norm_of_projection)
         core = getattr(getattr(parts.self_attention, "submodules", None), "core_attention", None)
         if core is not None and not is_ours(core):
             changes["self_attention"] = with_core_attention(config, attention, core)
@@ -235,8 +243,10 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     for name, after in (("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp")):
         norm = getattr(parts, name)
         if get_module(norm) is IdentityOp:
-            if not _normalizes(getattr(parts, after)):
+            if not _normalizes(getattr(parts, after), "linear_qkv", "linear_fc1"):
                 changes[name] = nn.Identity
+            elif getattr(own, name) is Norm and is_ours(getattr(parts, after)) and not (has_latents and after != "mlp"):
+                changes[name] = norm_of_projection
         elif not is_ours(norm, Norm, WrappedTorchNorm):
             changes[name] = partial(foreign_norm, config, norm)
     return replace(own, **changes)
@@ -269,11 +279,11 @@ def _built(config: TransformerConfig, spec: Any) -> Callable[[LayerContext, int]
     return lambda context, number: build_module(spec, config=config, layer_number=number + 1)
 
 
-def _normalizes(spec: Any) -> bool:
-    """Whether the first projection of attention or of an MLP includes the norm before it."""
+def _normalizes(spec: Any, *projections: str) -> bool:
+    """Whether one of these projections in the specification of attention or of an MLP includes the norm before it."""
     parts = getattr(spec, "submodules", None)
-    first = getattr(parts, "linear_qkv", None) or getattr(parts, "linear_fc1", None)
-    return getattr(get_module(first), "normalizes_input", False)
+    modules = [get_module(getattr(parts, name, None)) for name in projections]
+    return any(getattr(module, "normalizes_input", False) for module in modules)
 
 
 def check_submodules(model: ModelConfig, parts: Any) -> None:

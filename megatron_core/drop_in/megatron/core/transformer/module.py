@@ -44,11 +44,12 @@ class MegatronModule(nn.Module):
 
 def sharded(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
     """Return the tensors of ``state_dict`` with their global names, see ``named_global_parameters`` of a model."""
+    to_engine: Any = getattr(module, "engine_name", str)
     named: Any = getattr(module, "named_global_parameters", module.named_parameters)
     names: dict[int, str] = {id(parameter): name for name, parameter in named()}
     found = {}
     for name, tensor in module.state_dict(prefix=prefix, keep_vars=True).items():
-        key = prefix + names.get(id(tensor), name.removeprefix(prefix))
+        key = prefix + names.get(id(tensor), to_engine(name.removeprefix(prefix)))
         found[name] = ShardedTensor.of(key, tensor)
     return found
 

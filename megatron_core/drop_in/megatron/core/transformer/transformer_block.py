@@ -72,8 +72,7 @@ class TransformerBlock(LayerCall, block.TransformerBlock):  # type: ignore[misc]
 
     def layers_by_number(self) -> list[tuple[int, Any]]:
         """Return the layers of this stage with their global numbers, from 0."""
-        modules: Any = self._modules["layers"]
-        return [(int(number), layer) for number, layer in modules.items()]
+        return [*zip(self.layer_numbers, self.layers, strict=True)]
 
     @property
     def num_layers_per_pipeline_rank(self) -> int:

@@ -1,7 +1,13 @@
-"""Specifications of GPT layers; functions with Transformer Engine's name return the same layers."""
+"""Specifications of GPT layers; those with Transformer Engine's name only name the weights of norms otherwise."""
 
+from inspect import signature
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.layer_context import (
@@ -18,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
 )
-from megatron.core.transformer.spec_utils import IdentityFuncOp, IdentityOp, ModuleSpec
+from megatron.core.transformer.spec_utils import IdentityFuncOp, IdentityOp, ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_core.drop_in.unsupported import unsupported
@@ -94,11 +100,30 @@ def get_gpt_layer_with_transformer_engine_submodules(
     use_te_activation_func: bool = False,
     **unsupported: Any,
 ) -> TransformerLayerSubmodules:
-    """Return the parts of ``get_gpt_layer_local_submodules``; the two other ``use_te`` switches have no effect."""
+    """Return the parts of ``get_gpt_layer_local_submodules``, where projections include the norms before them.
+
+    Only the names of weights differ, such as ``linear_qkv.layer_norm_weight`` instead of ``input_layernorm.weight``.
+    The two other ``use_te`` switches have no effect.
+    """
     unsupported |= {"qk_l2_norm": qk_l2_norm, "use_kitchen": use_kitchen}
-    return get_gpt_layer_local_submodules(
+    parts = get_gpt_layer_local_submodules(
         num_experts, qk_layernorm=qk_layernorm, multi_latent_attention=multi_latent_attention, **unsupported
     )
+    return _with_transformer_engine(parts)
+
+
+def _with_transformer_engine(parts: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """Name Transformer Engine's projections in the specification of a layer."""
+    attention = parts.self_attention.submodules
+    attention.linear_proj, attention.core_attention = TERowParallelLinear, TEDotProductAttention
+    if isinstance(attention, MLASelfAttentionSubmodules):
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = TELayerNormColumnParallelLinear
+    else:
+        parts.input_layernorm, attention.linear_qkv = IdentityOp, TELayerNormColumnParallelLinear
+    if get_module(parts.mlp) is MLP:
+        projections = MLPSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear)
+        parts.pre_mlp_layernorm, parts.mlp = IdentityOp, ModuleSpec(MLP, submodules=projections)
+    return parts
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
@@ -122,7 +147,12 @@ def get_gpt_decoder_layer_specs(
     """Return the specification of each layer of the model; ``config.moe_layer_freq`` selects layers with experts."""
     model = config.model_config()
     experts = [config.num_moe_experts if model.has_experts(i) else None for i in range(config.num_layers)]
-    return [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
+    kind: dict[str, Any] = {"normalization": normalization, "qk_l2_norm": qk_l2_norm}
+    kind |= {"qk_layernorm": config.qk_layernorm, "multi_latent_attention": config.multi_latent_attention}
+    layers = [get_gpt_layer_local_submodules(number, **kind) for number in experts]
+    if use_transformer_engine:
+        layers = [_with_transformer_engine(parts) for parts in layers]
+    return [ModuleSpec(TransformerLayer, submodules=parts) for parts in layers]
 
 
 get_gpt_layer_with_inference_spec = unsupported(
@@ -173,13 +203,23 @@ def get_gpt_heterogeneous_layer_spec(
     specs = []
     for block in config.per_block_parameters:
         parts = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        parts = _with_transformer_engine(parts) if use_te else parts
         if block.attention.no_op:
             parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
         elif block.attention.replace_with_linear:
-            parts.self_attention = LinearReplacement
+            parts.input_layernorm, parts.self_attention = Norm, LinearReplacement
         if block.mlp.no_op:
             parts.pre_mlp_layernorm, parts.mlp, parts.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
         elif block.mlp.replace_with_linear:
-            parts.mlp = LinearReplacement
+            parts.pre_mlp_layernorm, parts.mlp = Norm, LinearReplacement
         specs.append(ModuleSpec(TransformerLayer, submodules=parts))
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+# Programs ask for the arguments of these functions, such as vp_stage, before they pass them.
+for _function, _arguments in (
+    (get_gpt_layer_local_spec, get_gpt_layer_local_submodules),
+    (get_gpt_layer_with_transformer_engine_spec, get_gpt_layer_with_transformer_engine_submodules),
+    (get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs),
+):
+    _function.__signature__ = signature(_arguments)  # type: ignore[attr-defined]

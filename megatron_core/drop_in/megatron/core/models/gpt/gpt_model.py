@@ -1,5 +1,6 @@
 """A GPT, or one stage of it, with Megatron Core's arguments."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.core.transformer.module import sharded
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionBlock
+from megatron.core.transformer.names import engine_name
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -275,6 +277,16 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the weight of the embedding, which a tied output layer shares."""
         return self._shared_weight()
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters with the engine's names, which checkpoints use."""
+        for name, parameter in super().named_global_parameters():
+            yield self.engine_name(name), parameter
+
+    def engine_name(self, name: str) -> str:
+        """The engine's name of an entry of ``state_dict``."""
+        # While the constructor draws weights, layers still have the engine's numbers.
+        return engine_name(name, dict(zip(self.decoder.layers.keys(), self.decoder.layer_numbers, strict=True)))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
