@@ -187,14 +187,51 @@ def _norm(sizes: dict[str, int]) -> tuple[float, bool]:
     return calc_params_l2_norm(model), check_param_hashes_across_dp_replicas([model])
 
 
-@pytest.mark.parametrize("axis", ["tensor", "expert"])
-def test_parameters_have_megatrons_attributes_of_their_split(axis: str) -> None:
+def test_parameters_have_megatrons_attributes_of_their_split() -> None:
     settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False, num_query_groups=2)
     whole = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=True))
     expected = sum(parameter.square().sum() for parameter in whole.parameters()) ** 0.5
-    for norm, are_equal in run_ranks(2, _norm, {f"{axis}_model_parallel_size": 2}):
-        assert norm == pytest.approx(expected.item(), rel=1e-12)
-        assert are_equal
+    for axis in ("tensor", "expert"):
+        for norm, are_equal in run_ranks(2, _norm, {f"{axis}_model_parallel_size": 2}):
+            assert norm == pytest.approx(expected.item(), rel=1e-12)
+            assert are_equal
+
+
+def test_parameters_of_grouped_experts_are_those_of_each_expert() -> None:
+    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], moe_grouped_gemm=True)
+    model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=True))
+    twin = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=False))
+    stacks = twin.decoder.layers[1].mlp.experts
+    inner = "decoder.layers.1.mlp.experts"
+    expected = {
+        f"{inner}.{linear}.{part}{expert}": stack[expert]
+        for linear in ("linear_fc1", "linear_fc2")
+        for part, stack in getattr(stacks, linear).named_parameters()
+        for expert in range(4)
+    }
+    for found in (model.state_dict(), dict(model.named_parameters())):
+        assert [name for name in found if name.startswith(inner)] == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert len([*model.parameters()]) == len([*twin.parameters()])
+    model.load_state_dict(twin.state_dict())
+    twin.load_state_dict({name: value.clone() for name, value in twin.state_dict().items()})
+    model.load_state_dict(model.state_dict())
+    # A program's own optimizer of the named parameters trains the experts.
+    rates = {"lr": 0.1, "weight_decay": 0.1}
+    optimizers = [torch.optim.AdamW(dict(each.named_parameters()).values(), **rates) for each in (model, twin)]
+    for _ in range(2):
+        losses = []
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            penalty = sum(parameter.square().sum() for _, parameter in each.named_parameters())
+            loss = each(IDS, labels=IDS).mean() + 0.01 * penalty
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "experts" not in name
+    assert not model.decoder.layers[1].mlp.experts.linear_fc1.weight.requires_grad
 
 
 def test_packed_documents_see_nothing_of_one_another() -> None:  # C45

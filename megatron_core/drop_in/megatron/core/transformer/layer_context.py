@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.random import current_seed
 from megatron.core.transformer.foreign import foreign, foreign_norm, with_core_attention
-from megatron.core.transformer.names import norm_of_projection
+from megatron.core.transformer.names import grouped_experts, norm_of_projection
 from megatron.core.transformer.spec_utils import IdentityOp, ModuleSpec, WrappedTorchNorm, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
@@ -215,6 +215,9 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
                 f"num_moe_experts={config.num_moe_experts} with moe_layer_freq={config.moe_layer_freq}; use "
                 "get_gpt_decoder_block_spec, or change one of them"
             )
+        experts = getattr(getattr(parts.mlp, "submodules", None), "experts", None)
+        if has_experts and getattr(get_module(experts), "names_each_expert", False):
+            changes["mlp"] = grouped_experts(own.mlp)
     elif _extends_ours(parts.mlp, MoELayer):
         changes["mlp"] = _built(config, parts.mlp)
     else:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.moe.expert_names import split_stacks, whole_stacks
 from megatron_core.errors import ConfigError
 
 
@@ -16,6 +17,21 @@ class MegatronModule(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under Megatron's names, see ``expert_names.name_experts``."""
+        yield from split_stacks(super().named_parameters(prefix, recurse, remove_duplicate))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters that are trained, for optimizers: stacks of experts are not divided."""
+        for _, parameter in super().named_parameters(recurse=recurse):
+            yield parameter
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of ``parameters``, for data parallelism and checkpoints."""
+        yield from super().named_parameters()
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return ``state_dict``."""
@@ -48,7 +64,9 @@ def sharded(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
     named: Any = getattr(module, "named_global_parameters", module.named_parameters)
     names: dict[int, str] = {id(parameter): name for name, parameter in named()}
     found = {}
-    for name, tensor in module.state_dict(prefix=prefix, keep_vars=True).items():
+    with whole_stacks():
+        state = module.state_dict(prefix=prefix, keep_vars=True)
+    for name, tensor in state.items():
         key = prefix + names.get(id(tensor), to_engine(name.removeprefix(prefix)))
         found[name] = ShardedTensor.of(key, tensor)
     return found

@@ -1,12 +1,14 @@
 """Megatron Core's names of a model's parameters: layers are numbered from 0 on each stage, and in layers of Transformer
-Engine the parameters of a norm belong to the projection after it. Checkpoints have the engine's names."""
+Engine the parameters of a norm belong to the projection after it, and each expert has its own. Checkpoints have the
+engine's names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from megatron.core.transformer.moe.expert_names import name_experts
 from megatron_core.transformer.block import Layers
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.norm import Norm
@@ -20,6 +22,17 @@ _PROJECTIONS = {
 """The projection after each norm, in the module that has the norm."""
 _PARTS = ("weight", "bias")
 _LAYERS = "decoder.layers."
+
+
+def grouped_experts(make: Any) -> Callable[..., nn.Module]:
+    """Return the constructor ``make`` of a layer of experts, whose weights ``rename`` will name by expert."""
+
+    def build(context: LayerContext, layer_number: int) -> nn.Module:
+        layer = make(context, layer_number)
+        layer.experts.awaits_names = True
+        return cast(nn.Module, layer)
+
+    return build
 
 
 def norm_of_projection(context: LayerContext, size: int, **settings: Any) -> Norm:
@@ -56,6 +69,10 @@ def rename(root: nn.Module) -> None:
             layers = [*owner]
             owner._modules.clear()
             owner._modules.update({str(index): layer for index, layer in enumerate(layers)})
+        if getattr(owner, "awaits_names", False):
+            for linear in (owner.get_submodule("linear_fc1"), owner.get_submodule("linear_fc2")):
+                name_experts(linear)
+            del owner.awaits_names
         for name, target in _PROJECTIONS.items():
             norm: Any = owner._modules.get(name)
             if getattr(norm, "belongs_to_projection", False) and not isinstance(norm, FusedNorm):

@@ -18,7 +18,7 @@ from megatron.core.transformer.layer_context import (
     TransformerBlockSubmodules,
     TransformerLayerSubmodules,
 )
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -102,18 +102,19 @@ def get_gpt_layer_with_transformer_engine_submodules(
 ) -> TransformerLayerSubmodules:
     """Return the parts of ``get_gpt_layer_local_submodules``, where projections include the norms before them.
 
-    Only the names of weights differ, such as ``linear_qkv.layer_norm_weight`` instead of ``input_layernorm.weight``.
-    The two other ``use_te`` switches have no effect.
+    Only the names of weights differ, such as ``linear_qkv.layer_norm_weight`` instead of ``input_layernorm.weight``,
+    and with ``moe_grouped_gemm`` each expert has its own, ``experts.linear_fc1.weight0``. The two other ``use_te``
+    switches have no effect.
     """
     unsupported |= {"qk_l2_norm": qk_l2_norm, "use_kitchen": use_kitchen}
     parts = get_gpt_layer_local_submodules(
         num_experts, qk_layernorm=qk_layernorm, multi_latent_attention=multi_latent_attention, **unsupported
     )
-    return _with_transformer_engine(parts)
+    return _with_transformer_engine(parts, grouped=moe_grouped_gemm)
 
 
-def _with_transformer_engine(parts: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """Name Transformer Engine's projections in the specification of a layer."""
+def _with_transformer_engine(parts: TransformerLayerSubmodules, *, grouped: bool) -> TransformerLayerSubmodules:
+    """Name Transformer Engine's projections, and with ``grouped`` its experts, in the specification of a layer."""
     attention = parts.self_attention.submodules
     attention.linear_proj, attention.core_attention = TERowParallelLinear, TEDotProductAttention
     if isinstance(attention, MLASelfAttentionSubmodules):
@@ -123,6 +124,8 @@ def _with_transformer_engine(parts: TransformerLayerSubmodules) -> TransformerLa
     if get_module(parts.mlp) is MLP:
         projections = MLPSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear)
         parts.pre_mlp_layernorm, parts.mlp = IdentityOp, ModuleSpec(MLP, submodules=projections)
+    elif grouped:
+        parts.mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=TEGroupedMLP))
     return parts
 
 
@@ -151,7 +154,7 @@ def get_gpt_decoder_layer_specs(
     kind |= {"qk_layernorm": config.qk_layernorm, "multi_latent_attention": config.multi_latent_attention}
     layers = [get_gpt_layer_local_submodules(number, **kind) for number in experts]
     if use_transformer_engine:
-        layers = [_with_transformer_engine(parts) for parts in layers]
+        layers = [_with_transformer_engine(parts, grouped=config.moe_grouped_gemm) for parts in layers]
     return [ModuleSpec(TransformerLayer, submodules=parts) for parts in layers]
 
 
@@ -203,7 +206,7 @@ def get_gpt_heterogeneous_layer_spec(
     specs = []
     for block in config.per_block_parameters:
         parts = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-        parts = _with_transformer_engine(parts) if use_te else parts
+        parts = _with_transformer_engine(parts, grouped=False) if use_te else parts
         if block.attention.no_op:
             parts.input_layernorm, parts.self_attention, parts.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
         elif block.attention.replace_with_linear:
@@ -222,4 +225,4 @@ for _function, _arguments in (
     (get_gpt_layer_with_transformer_engine_spec, get_gpt_layer_with_transformer_engine_submodules),
     (get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs),
 ):
-    _function.__signature__ = signature(_arguments)  # type: ignore[attr-defined]
+    setattr(_function, "__signature__", signature(_arguments))  # noqa: B010

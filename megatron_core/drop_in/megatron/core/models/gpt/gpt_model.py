@@ -280,7 +280,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with the engine's names, which checkpoints use."""
-        for name, parameter in super().named_global_parameters():
+        for name, parameter in model.GPTModel.named_global_parameters(self):
             yield self.engine_name(name), parameter
 
     def engine_name(self, name: str) -> str:

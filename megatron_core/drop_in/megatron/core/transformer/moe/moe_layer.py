@@ -28,6 +28,8 @@ class TEGroupedMLP(ExportedModule, experts.Experts):
     """
 
     stands_for = experts.Experts
+    names_each_expert = True
+    """In a layer's specification this gives each expert's weights a name."""
 
     num_local_experts: int
 
