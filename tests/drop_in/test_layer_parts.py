@@ -350,6 +350,30 @@ def test_a_layer_of_experts_alone() -> None:
     assert (layer.layer_number, layer.router.layer_number, layer.expert_layers) == (3, 2, [2])
 
 
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(64, 8, 2), (12, 4, 1)])
+def test_quantiles_that_balance_experts(tokens: int, experts: int, k: int) -> None:
+    scores, beta = torch.randn(tokens, experts, dtype=torch.float64), torch.randn(experts, dtype=torch.float64)
+    chosen, balanced = moe_utils.qb_dual_update(scores, k, beta)
+    order = (scores - beta).argsort(1, descending=True)
+    assert torch.equal(chosen, order[:, :k])
+    highest = (scores - beta).gather(1, order[:, k : k + 1])  # of those that are not chosen
+    torch.testing.assert_close(balanced, (scores - highest).sort(0, descending=True).values[tokens * k // experts])
+    assert moe_utils.qb_dual_update(scores, k, beta, update_beta=False)[1] is beta
+    with pytest.raises(ConfigError, match="5 tokens x k=1 must be divisible by"):
+        moe_utils.qb_dual_update(scores[:5], 1, beta)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_masks_of_padding_are_refused_with_quantiles(alone: bool) -> None:
+    settings = config(num_moe_experts=4, moe_router_load_balancing_type="quantile_balancing", moe_aux_loss_coeff=0.0)
+    padding = torch.zeros_like(IDS, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="does not support padding masks"):
+        if alone:
+            MoELayer(settings)(torch.randn(*IDS.T.shape, 16, dtype=torch.float64), padding_mask=padding)
+        else:
+            gpt(settings, get_gpt_layer_local_spec(4))(IDS, labels=IDS, padding_mask=padding)
+
+
 def test_messages_of_a_layer_of_experts_in_8_bits() -> None:
     wire = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}
     wire |= {"use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True}
