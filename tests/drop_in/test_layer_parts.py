@@ -375,17 +375,21 @@ def test_masks_of_padding_are_refused_with_quantiles(alone: bool) -> None:
 
 
 def test_messages_of_a_layer_of_experts_in_8_bits() -> None:
-    wire = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}
+    wire: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}
     wire |= {"use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True}
     narrow = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8"}
     x = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
     tokens, gradients = list[Tensor](), list[Tensor]()
+
+    def note_gradients(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        gradients.append(outputs[0])
+
     for formats in ({}, narrow):
         settings = config(num_moe_experts=4, moe_router_topk=2, **wire, **formats)
         inside = gpt(settings, get_gpt_layer_local_spec(4)).decoder.layers[1].mlp
         layer = MoELayer(settings, MoESubmodules(), layer_number=2)
         layer.experts.register_forward_pre_hook(lambda module, arguments: tokens.append(arguments[0].detach()))
-        layer.experts.register_full_backward_hook(lambda module, inputs, outputs: gradients.append(outputs[0]))
+        layer.experts.register_full_backward_hook(note_gradients)
         output = layer(x)[0]
         assert torch.equal(output, inside(x, SequenceContext())[0])
         (output * x).sum().backward()
