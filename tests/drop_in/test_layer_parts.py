@@ -61,6 +61,7 @@ from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.mlp import MLP
 from tests.drop_in.test_gpt_model import IDS, LENGTH, config, gpt
+from tests.plain.experts import rounded_to_mxfp8
 
 
 def spec(**parts: Any) -> ModuleSpec:
@@ -348,6 +349,57 @@ def test_a_layer_of_experts_alone() -> None:
     assert torch.equal(layer(x)[0], inside(x, SequenceContext())[0])
     layer.set_layer_number(3)
     assert (layer.layer_number, layer.router.layer_number, layer.expert_layers) == (3, 2, [2])
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(64, 8, 2), (12, 4, 1)])
+def test_quantiles_that_balance_experts(tokens: int, experts: int, k: int) -> None:
+    scores, beta = torch.randn(tokens, experts, dtype=torch.float64), torch.randn(experts, dtype=torch.float64)
+    chosen, balanced = moe_utils.qb_dual_update(scores, k, beta)
+    order = (scores - beta).argsort(1, descending=True)
+    assert torch.equal(chosen, order[:, :k])
+    highest = (scores - beta).gather(1, order[:, k : k + 1])  # of those that are not chosen
+    torch.testing.assert_close(balanced, (scores - highest).sort(0, descending=True).values[tokens * k // experts])
+    assert moe_utils.qb_dual_update(scores, k, beta, update_beta=False)[1] is beta
+    with pytest.raises(ConfigError, match="5 tokens x k=1 must be divisible by"):
+        moe_utils.qb_dual_update(scores[:5], 1, beta)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_masks_of_padding_are_refused_with_quantiles(alone: bool) -> None:
+    settings = config(num_moe_experts=4, moe_router_load_balancing_type="quantile_balancing", moe_aux_loss_coeff=0.0)
+    padding = torch.zeros_like(IDS, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="does not support padding masks"):
+        if alone:
+            MoELayer(settings)(torch.randn(*IDS.T.shape, 16, dtype=torch.float64), padding_mask=padding)
+        else:
+            gpt(settings, get_gpt_layer_local_spec(4))(IDS, labels=IDS, padding_mask=padding)
+
+
+def test_messages_of_a_layer_of_experts_in_8_bits() -> None:
+    wire: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}
+    wire |= {"use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True}
+    narrow = {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8"}
+    x = torch.randn(LENGTH, 2, 16, dtype=torch.float64)
+    tokens, gradients = list[Tensor](), list[Tensor]()
+
+    def note_gradients(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        gradients.append(outputs[0])
+
+    for formats in ({}, narrow):
+        settings = config(num_moe_experts=4, moe_router_topk=2, **wire, **formats)
+        inside = gpt(settings, get_gpt_layer_local_spec(4)).decoder.layers[1].mlp
+        layer = MoELayer(settings, MoESubmodules(), layer_number=2)
+        layer.experts.register_forward_pre_hook(lambda module, arguments: tokens.append(arguments[0].detach()))
+        layer.experts.register_full_backward_hook(note_gradients)
+        output = layer(x)[0]
+        assert torch.equal(output, inside(x, SequenceContext())[0])
+        (output * x).sum().backward()
+    for exact, rounded in (tokens, gradients):
+        assert torch.equal(rounded, rounded_to_mxfp8(exact)) and not torch.equal(rounded, exact)
+    with pytest.raises(ConfigError, match="a model was built with moe_dispatch_fwd_dtype='mxfp8'"):
+        settings.moe_dispatch_fwd_dtype = "bf16"
+    with pytest.raises(ConfigError, match=r"must be bf16 or mxfp8, not \('fp8', 'bf16'\)"):
+        config(num_moe_experts=4, **wire, moe_dispatch_fwd_dtype="fp8")
 
 
 def test_tensors_for_checkpoints_of_a_callers_own() -> None:

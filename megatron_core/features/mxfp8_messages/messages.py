@@ -25,13 +25,22 @@ E8M0 = torch.float8_e8m0fnu
 def send_mxfp8(config: RunConfig, stage: nn.Module, groups: Any, *, initialise: bool) -> None:
     """Send the messages of the stage's experts in the formats of the settings; see ``Feature.change_stage``."""
     formats = config.section(MXFP8MessagesConfig)
-    narrow = MXFP8Rows(config.model.kernel_backend)
+    tokens = formats.moe_dispatch_fwd_dtype
+    gradients = formats.moe_combine_bwd_dtype
     for layer in stage.modules():
-        if isinstance(layer, MoELayer) and isinstance(layer.dispatcher, AllToAll):
-            if formats.moe_dispatch_fwd_dtype == "mxfp8":
-                layer.dispatcher.send_tokens = narrow
-            if formats.moe_combine_bwd_dtype == "mxfp8":
-                layer.dispatcher.send_gradients = narrow
+        if isinstance(layer, MoELayer):
+            narrow_messages(layer, tokens, gradients, config.model.kernel_backend)
+
+
+def narrow_messages(layer: MoELayer, tokens: str, gradients: str, backend: Backend = "auto") -> None:
+    """Send a layer's tokens, and the gradients of its experts' outputs, in MXFP8 where the format is "mxfp8"."""
+    if not isinstance(layer.dispatcher, AllToAll):
+        return
+    narrow = MXFP8Rows(backend)
+    if tokens == "mxfp8":
+        layer.dispatcher.send_tokens = narrow
+    if gradients == "mxfp8":
+        layer.dispatcher.send_gradients = narrow
 
 
 class MXFP8Rows:

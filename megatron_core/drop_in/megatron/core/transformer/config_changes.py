@@ -38,7 +38,7 @@ They are not stored in the configuration because ``vars(config)`` must contain o
 """
 _WHEN_BUILT = (
     *("sequence_parallel", "params_dtype", "tp_comm_overlap", "cp_comm_type", "kernel_backend"),
-    "is_hybrid_model",
+    *("is_hybrid_model", "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
 )
 
 

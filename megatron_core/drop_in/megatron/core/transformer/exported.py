@@ -38,6 +38,14 @@ def refuse(user: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"{user}: {', '.join(wrong)} is not supported; remove it")
 
 
+def check_padding_mask(model: ModelConfig, padding_mask: Tensor | None) -> None:
+    """Raise ConfigError for a mask with quantile_balancing, whose biases count every token, as Megatron Core does."""
+    if padding_mask is not None and model.section(MoEConfig).moe_router_load_balancing_type == "quantile_balancing":
+        raise ConfigError(
+            "moe_router_load_balancing_type='quantile_balancing' does not support padding masks; pass padding_mask=None"
+        )
+
+
 class LossCollector(nn.Module):
     """Base class of modules that collect the auxiliary losses and the expert loads of their layers.
 
@@ -145,6 +153,7 @@ class ExportedModule(LossCollector, MegatronModule):
         padding_mask: Tensor | None = None,
     ) -> SequenceContext:
         """Return the engine's context of ``hidden`` ``[s, b, h]``, with the next numbers of sequences."""
+        check_padding_mask(self.context.config, padding_mask)
         length, batch = hidden.shape[:2]
         samples = self._samples.take(batch, hidden.device) if self.training else None
         if isinstance(rotary_pos_emb, tuple | list):

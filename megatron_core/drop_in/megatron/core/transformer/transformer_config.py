@@ -145,7 +145,8 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         """Return Megatron Core's rules of fields without effect here, which say that a program contradicts itself."""
         grouped = (self.moe_single_grouped_weight, self.moe_single_grouped_bias)
         wire = "moe_dispatch_fwd_dtype and moe_combine_bwd_dtype"
-        narrow = (self.moe_dispatch_fwd_dtype, self.moe_combine_bwd_dtype) != ("bf16", "bf16")
+        formats = (self.moe_dispatch_fwd_dtype, self.moe_combine_bwd_dtype)
+        narrow = formats != ("bf16", "bf16")
         dispatcher = (self.moe_token_dispatcher_type, self.moe_flex_dispatcher_backend)
         clamp, is_swiglu = self.activation_func_clamp_value, self.activation_func is nn.functional.silu
         clamps = clamp is not None and is_swiglu and self.gated_linear_unit
@@ -168,6 +169,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
                 any(grouped) and not self.moe_use_grouped_tensor
             ),
             "moe_single_grouped_bias requires add_bias_linear=True": grouped[1] and not self.add_bias_linear,
+            f"{wire} must be bf16 or mxfp8, not {formats}": bool(set(formats) - {"bf16", "mxfp8"}),
             f"{wire} require the 'ncclep' flex dispatcher backend": narrow and dispatcher != ("flex", "ncclep"),
             f"{wire} require BOTH use_transformer_engine_op_fuser and moe_grouped_gemm": (
                 narrow and not (self.use_transformer_engine_op_fuser and self.moe_grouped_gemm)

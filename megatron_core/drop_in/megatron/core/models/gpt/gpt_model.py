@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import current_seed
-from megatron.core.transformer.exported import LossCollector, adopt, refuse
+from megatron.core.transformer.exported import LossCollector, adopt, check_padding_mask, refuse
 from megatron.core.transformer.layer_context import (
     LayerPattern,
     SampleNumbers,
@@ -178,6 +178,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         if packed_seq_params is not None and packed_seq_params.cu_seqlens_q is not None:
             length = input_ids.shape[1] * self.split.cp_size
             documents, attention_mask = packed_seq_params.document_lengths(len(input_ids), length), None
+        check_padding_mask(self.model_config, padding_mask)
         counted = loss_mask if padding_mask is None else ~padding_mask.bool()
         auxiliary, later = self._auxiliary(input_ids, labels, loss_mask, counted, documents)
         self._gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output

@@ -18,6 +18,7 @@ from megatron.core.transformer.layer_parts import PARTS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.experts import experts, layer
+from megatron_core.features.mxfp8_messages.messages import narrow_messages
 from megatron_core.transformer.context import LayerContext, SequenceContext
 
 
@@ -146,8 +147,10 @@ class MoELayer(ExportedModule, layer.MoELayer):
         adopt(self, (*PARTS, *MOE_PARTS), config, context, f"decoder.layers.{number}.mlp.")
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
-        """Bind the layer and number it from 1."""
+        """Bind the layer, number it from 1, and select the format of its messages."""
         super().bind(config, context, samples)
+        formats = config.moe_dispatch_fwd_dtype, config.moe_combine_bwd_dtype
+        narrow_messages(self, *formats, context.config.kernel_backend)
         self.set_layer_number(self.router.layer_number + 1)
 
     def set_layer_number(self, layer_number: int) -> None:

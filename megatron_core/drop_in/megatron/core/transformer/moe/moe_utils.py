@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron_core.errors import ConfigError
 from megatron_core.features.experts import choice
 from megatron_core.features.experts.choice import sinkhorn
+from megatron_core.features.experts.quantile import quantile_choice
 from megatron_core.features.experts.settings import MoEConfig
 
 
@@ -68,6 +69,21 @@ def group_limited_topk(
     )
     experts = choice.choose_experts(scores, None, config)
     return scores.gather(1, experts), experts
+
+
+def qb_dual_update(scores: Tensor, k: int, beta: Tensor, update_beta: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the experts ``[T, k]`` of scores ``[T, E]`` and the balancing bias ``[E]``; see ``quantile_choice``.
+
+    The bias is ``beta`` without ``update_beta``.
+    """
+    tokens, experts = scores.shape
+    if update_beta and tokens * k % experts:
+        raise ConfigError(
+            f"qb_dual_update: {tokens} tokens x k={k} must be divisible by {experts} experts; "
+            "change the number of tokens"
+        )
+    chosen, balanced = quantile_choice(scores, beta, k)
+    return chosen, balanced if update_beta else beta
 
 
 def compute_routing_scores_for_aux_loss(
