@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -69,8 +69,21 @@ def test_parts_put_back_are_the_whole(specs: list[ShardSpec]) -> None:
     np.testing.assert_array_equal(full, numbered(specs[0].global_shape))
 
 
+CUT_SHARED_ROWS = [
+    ShardSpec(
+        (4,),
+        (Split(0, "tp", (((0, 4),), ((0, 4),))), Split(0, "ep", (((0, 2),), ((2, 4),)))),
+        (("tp", tp), ("ep", ep)),
+    )
+    for tp in range(2)
+    for ep in range(2)
+]
+"""Rows that all ranks of tp share, and that ep cuts: few drawn examples have both."""
+
+
 @quick
 @given(ANY_SPLIT)
+@example(CUT_SHARED_ROWS)
 def test_ranks_of_an_axis_list_the_same_shared_ranges(specs: list[ShardSpec]) -> None:
     for number, split_ in enumerate(specs[0].splits):
         lists: dict[tuple, list] = {}

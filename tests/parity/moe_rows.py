@@ -45,11 +45,13 @@ TWO_LOSSES = {"moe_further_balancing_types": ("global_aux_loss",), "moe_further_
 LATENT_EXPERTS = {"moe_latent_size": 10}
 DROP = {"moe_expert_capacity_factor": 0.75}
 PADDED = DROP | {"moe_pad_expert_input_to_capacity": True}
+THIRDS = {"hidden_size": 24, "num_attention_heads": 3, "num_experts": 3, "moe_expert_capacity_factor": 2.5}
 BY_POSITION = DROP | {"moe_token_drop_policy": "position"}
 FP64_ROUTER = {"moe_router_dtype": "fp64", "moe_router_pre_softmax": True}
 
 EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
 ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
+TP3 = {"tensor_model_parallel_size": 3, "expert_model_parallel_size": 3}
 TP2, PP2, SP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}
 CP2 = {"context_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
@@ -124,6 +126,8 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, cp2 ep2": (2, MIXTRAL, CP2 | EP2),
     "capacity, tp2 ep2 etp1": (2, MIXTRAL | DROP, TP2 | EP2 | ETP1),
     "capacity with padding, tp2 sp": (2, MIXTRAL | PADDED, TP2 | SP),
+    # 16 tokens: the ranks have slices of 5, 5 and 6
+    "capacity with padding, unequal slices, tp3 ep3 etp1": (3, MIXTRAL | PADDED | THIRDS, TP3 | ETP1),
     "sinkhorn and jitter, tp2 sp ep2 etp1": (2, SINKHORN, TP2 | SP | EP2 | ETP1),
     "balance of micro-batches, tp2 sp": (2, MIXTRAL | BY_MICRO_BATCH, TP2 | SP),
     "balance of the global batch, tp2 sp": (2, MIXTRAL | GLOBAL, TP2 | SP),

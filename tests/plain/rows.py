@@ -468,5 +468,5 @@ FURTHER_LAYOUTS: dict[str, tuple[str, int, Values]] = {
 }
 """Further layouts and ways of computing, which only ``make verify-all`` runs: each setting of them at least once."""
 
-SCALED_LOSS = ("three balancing losses", "later tokens, experts", "z-loss")
-"""Rows with losses of layers, which also run with a loss scale."""
+SCALED_LOSS = ("three balancing losses", "later tokens, experts", "z-loss", "clipped by value")
+"""Rows with losses of layers, and with a limit of gradients, which also run with a loss scale."""

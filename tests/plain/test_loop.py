@@ -18,7 +18,7 @@ from tests.plain.training import train
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("row", ["llama", "dropout", "capacity", "jitter", "later tokens", "z-loss"])
 @pytest.mark.parametrize("size", [None, 6])
 def test_evaluation(row: str, size: int | None) -> None:

@@ -22,7 +22,7 @@ from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.defects.plant import planted
-from tests.runs import tiny_config
+from tests.runs import tiny_config, tiny_run
 from tests.training.trl_1_16 import inputs
 
 DECAY, STEPS = 0.7, 4
@@ -111,6 +111,19 @@ def test_average_follows_the_formula(layout: str, tmp_path: Path) -> None:
     assert expected["validation average"] != pytest.approx(expected["validation"], rel=1e-4)
     for found in run_ranks(1 if layout == "one process" else 2, _losses, _config(tmp_path, **LAYOUTS[layout])):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_average_is_that_of_the_main_weights() -> None:
+    """And not of the 16-bit weights, whose rounding is larger than the changes of many steps."""
+    run = tiny_run(bf16=True, ema_decay=DECAY, lr=1e-5)
+    shards = run.optimizer.shards
+    averages = [shard.main.clone() for shard in shards]
+    for _ in range(STEPS):
+        train_step(run)
+        averages = [DECAY * average + (1 - DECAY) * shard.main for average, shard in zip(averages, shards, strict=True)]
+    for shard, average in zip(shards, averages, strict=True):
+        assert shard.is_narrow
+        torch.testing.assert_close(shard.state["ema"], average, rtol=1e-5, atol=1e-9)
 
 
 DEFECTS = {

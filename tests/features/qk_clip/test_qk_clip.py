@@ -94,8 +94,9 @@ def test_logits_after_an_update_are_below_the_threshold(name: str, alpha: float)
     torch.testing.assert_close(after, before[0] * factor, rtol=1e-9, atol=0.0)
 
 
-def test_values_do_not_change() -> None:
-    run, other = _run("heads"), _run("heads", qk_clip=False, qk_clip_threshold=100.0)
+def test_queries_and_keys_share_the_factor_and_values_keep_theirs() -> None:
+    """With g = min(1, t / S): W_q g^alpha, W_k g^(1 - alpha); logits alone would not show an exchanged alpha."""
+    run, other = _run("heads", qk_clip_alpha=0.25), _run("heads", qk_clip=False, qk_clip_threshold=100.0)
     train_step(run)
     train_step(other)
     weights = [dict(each.stages[0].named_parameters()) for each in (run, other)]
@@ -104,7 +105,10 @@ def test_values_do_not_change() -> None:
         f"decoder.layers.{number}.self_attention.linear_qkv" for number in range(2)
     }
     mine, theirs = (w["decoder.layers.0.self_attention.linear_qkv.weight"].view(4, 3, 8, -1) for w in weights)
-    assert torch.equal(mine[:, 2], theirs[:, 2]) and not torch.equal(mine[:, 1], theirs[:, 1])
+    factor = (THRESHOLD / _largest(run)[0]).clamp_max(1.0)[:, None, None]
+    torch.testing.assert_close(mine[:, 0], theirs[:, 0] * factor**0.25, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(mine[:, 1], theirs[:, 1] * factor**0.75, rtol=1e-12, atol=0.0)
+    assert torch.equal(mine[:, 2], theirs[:, 2]) and (factor < 1.0).any()
 
 
 def test_logits_are_recorded_without_clipping() -> None:
