@@ -17,6 +17,7 @@ from deepspeed.runtime.weights_file import write_weights
 from deepspeed.runtime.zero.offload_states import StatePlacement
 from deepspeed.utils.logging import logger
 from megatron_core.any_model import Engine
+from megatron_core.any_model.gated_experts import with_all_experts
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
@@ -208,7 +209,7 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         self._encode_prompts()
         if self.core.world.rank:
             return None
-        return self._without_frozen(found) if exclude_frozen_parameters else found
+        return self._without_frozen(found, has_all_experts=True) if exclude_frozen_parameters else found
 
     @torch.no_grad()
     def _encode_prompts(self) -> None:
@@ -222,9 +223,13 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
                 prompts[adapter_name] if self.global_steps == step else method(model, adapter_name)
             )
 
-    def _without_frozen(self, state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    def _without_frozen(
+        self, state: dict[str, Tensor], prefix: str = "", has_all_experts: bool = False
+    ) -> dict[str, Tensor]:
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {f"{prefix}{name}" for name, parameter in named if not parameter.requires_grad}
+        if has_all_experts:  # names of the state are those of all experts, names of the module those of this rank
+            frozen = set(with_all_experts({name: torch.empty(self.core.world.size) for name in frozen}, self.module))
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
     def save_16bit_model(
