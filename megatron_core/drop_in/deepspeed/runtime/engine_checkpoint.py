@@ -191,7 +191,9 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
 
     def has_split_layers(self) -> bool:
         """Whether ranks hold parts of the model at every ZeRO stage: ``autotp_size``, ``autoep_size``, pipelines."""
-        return self.core.groups.size("pp") > 1 or any(spec_of(parameter).splits for parameter in self.module.parameters())
+        return self.core.groups.size("pp") > 1 or any(
+            spec_of(parameter).splits for parameter in self.module.parameters()
+        )
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return whole weights and buffers on the CPU of rank 0, None on other ranks; ``ValueError`` below stage 3."""
@@ -211,7 +213,9 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         frozen: set[str] = set()
         if exclude_frozen_parameters:  # this rank's module lacks the experts and pipeline stages of other ranks
             names = with_all_experts({name: torch.empty(self.core.world.size) for name in self._frozen()}, self.module)
-            frozen.update(*(text.split("\n") for text in gather_from_all_ranks("\n".join(names), self.core.world.device)))
+            frozen.update(
+                *(text.split("\n") for text in gather_from_all_ranks("\n".join(names), self.core.world.device))
+            )
         return None if self.core.world.rank else {n: tensor for n, tensor in found.items() if n not in frozen}
 
     @torch.no_grad()
