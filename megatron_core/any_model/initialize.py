@@ -132,6 +132,8 @@ def initialize(
         engine: Engine = PipelineEngine(model, settings, world, **options)
     else:
         engine = Engine(model, settings, world, trains=trains, **options)
+    if optimizer is not None:
+        engine.optimizer.defaults.update(optimizer.defaults)
     loader = None
     if training_data is not None:
         loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)

@@ -43,7 +43,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, take_step: Callable[[], object], discard: Callable[[], object]) -> None:
         momenta: dict[str, Any] = {name: groups[0][name] for name in ("betas", "momentum") if name in groups[0]}
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8, **momenta})
+        # Some schedulers read the rate in ``defaults`` (transformers' polynomial one).
+        super().__init__(groups, {"lr": groups[0].get("lr", 0.0), "weight_decay": 0.0, "eps": 1e-8, **momenta})
         self._take_step = take_step
         self._discard = discard
 

@@ -334,6 +334,7 @@ def test_bad_use() -> None:
     optimizer = _adamw(model)
     _, own, _, scheduler = megatron_core.initialize(model, CONFIG, optimizer, lr_scheduler=lr_scheduler.ConstantLR)
     assert isinstance(scheduler, lr_scheduler.ConstantLR)
+    assert own.defaults["lr"] == optimizer.defaults["lr"]  # read by transformers' polynomial and cosine_with_min_lr
     for each in (own, optimizer):
         with pytest.raises(CheckpointError, match=r"use engine\.save_checkpoint"):
             each.state_dict()

@@ -222,8 +222,7 @@ class GPTModel(nn.Module):
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with names that do not depend on the stage; a copy of a tied weight has the original's name."""
-        # Those of nn.Module: a subclass may show parameters under other names.
-        for name, parameter in super().named_parameters():
+        for name, parameter in super().named_parameters():  # a subclass may rename them
             yield (EMBEDDING if name in TIED_COPIES and spec_of(parameter).is_copy else name), parameter
 
     def units(self) -> list[list[nn.Module]]:

@@ -18,7 +18,16 @@ from deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
 from deepspeed.moe.utils import has_moe_layers, is_moe_param
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.verify.ranks import run_ranks
-from tests.drop_in.deepspeed.experts import Job, Layer, groups_of_parameters, run_layer, save_and_load, train
+from tests.drop_in.deepspeed.experts import (
+    Job,
+    Layer,
+    Model,
+    freeze_biases,
+    groups_of_parameters,
+    run_layer,
+    save_and_load,
+    train,
+)
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
 FOUR: dict[str, Any] = {"num_experts": 4}
@@ -95,6 +104,10 @@ def test_checkpoints_and_names_of_all_experts(tmp_path: Path) -> None:
         *[True] * 4,
         False,
     ]
+    whole = Model({"num_experts": 4})
+    freeze_biases(whole)
+    trained = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    assert torch.load(tmp_path / "trained.bin").keys() == trained
 
 
 def test_errors_name_the_argument() -> None:

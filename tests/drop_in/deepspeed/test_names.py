@@ -39,7 +39,7 @@ from megatron_core.errors import CheckpointError, ConfigError
         "runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
         "runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
         "runtime.fp16.onebit.lamb.OnebitLamb",
-        "runtime.zero.TiledLinear",
+        "runtime.zero.TiledLinearReturnBias",
         "runtime.zero.partition_parameters.MultipleAllGatherHandles",
     ),
 )
@@ -48,6 +48,19 @@ def test_refused_classes_say_what_to_use(path: str) -> None:
     kind = getattr(import_module(f"deepspeed.{module}"), name)
     with pytest.raises(ConfigError, match=rf"{name} is not available in megatron_core.drop_in: .*(use|set) "):
         kind(3, hidden_size=4)
+
+
+@pytest.mark.parametrize("splits", [(1, 1), (3, 2), (5, 7)])
+def test_tiles_equal_a_linear_layer(splits: tuple[int, int]) -> None:
+    whole = torch.nn.Linear(5, 7, dtype=torch.float64)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    given: dict[str, Any] = {"in_splits": splits[0], "out_splits": splits[1], "init_linear": whole, "dtype": x.dtype}
+    tiles = deepspeed.zero.TiledLinear(5, 7, **given)
+    torch.testing.assert_close(tiles(x), whole(x))
+    weights = [torch.cat([tile.weight for tile in row], 1) for row in tiles.linears]
+    torch.testing.assert_close(torch.cat(weights), whole.weight)
+    with pytest.raises(RuntimeError, match="in_splits=6 must be from 1 to in_features=5"):
+        deepspeed.zero.TiledLinear(5, 7, in_splits=6)
 
 
 def test_builders_say_what_is_available() -> None:

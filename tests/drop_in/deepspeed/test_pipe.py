@@ -70,6 +70,10 @@ def _train(stage: int, folder: str) -> tuple[list[float], dict[str, np.ndarray],
     assert engine.load_checkpoint(folder)[0] is not None and engine.global_steps == STEPS
     with pytest.raises(PipelineError):
         engine.step()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.startswith("3."))
+    engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    engine.save_16bit_model(folder, "all.bin")
     weights = {name: tensor.numpy() for name, tensor in engine.core.full_state_dict().items()}
     return losses, weights, evaluated
 
@@ -98,6 +102,9 @@ def test_training_equals_torch(ranks: int, stage: int, tmp_path: Path) -> None:
     expected, weights = _alone(ranks // 2)
     found = run_ranks(ranks, _train, stage, str(tmp_path))
     assert len({evaluated for _, _, evaluated in found}) == 1
+    saved = torch.load(tmp_path / "all.bin")
+    frozen = saved.keys() - torch.load(tmp_path / "trained.bin").keys()
+    assert saved.keys() == weights.keys() and frozen == {"3.weight", "3.bias"}
     for losses, own, _ in found:
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         assert own.keys() == weights.keys()

@@ -17,6 +17,7 @@ from deepspeed.runtime.weights_file import write_weights
 from deepspeed.runtime.zero.offload_states import StatePlacement
 from deepspeed.utils.logging import logger
 from megatron_core.any_model import Engine
+from megatron_core.any_model.gated_experts import with_all_experts
 from megatron_core.errors import CheckpointError
 from megatron_core.hub.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
@@ -176,7 +177,8 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         self.core.data_parallel.finish_param_sync()
         options = {} if destination is None else {"destination": destination}
         found = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **options)
-        return self._without_frozen(found, prefix) if exclude_frozen_parameters else found
+        frozen = self._frozen(prefix) if exclude_frozen_parameters else set()
+        return {name: tensor for name, tensor in found.items() if name not in frozen} if frozen else found
 
     def load_module_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None
@@ -188,8 +190,10 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
             self.module.load_state_dict(state_dict, strict=strict)
 
     def has_split_layers(self) -> bool:
-        """Whether ranks hold parts of layers at every stage, as with ``autotp_size`` and ``autoep_size``."""
-        return any(spec_of(parameter).splits for parameter in self.module.parameters())
+        """Whether ranks hold parts of the model at every ZeRO stage: ``autotp_size``, ``autoep_size``, pipelines."""
+        return self.core.groups.size("pp") > 1 or any(
+            spec_of(parameter).splits for parameter in self.module.parameters()
+        )
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return whole weights and buffers on the CPU of rank 0, None on other ranks; ``ValueError`` below stage 3."""
@@ -206,9 +210,13 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
     def _whole_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
         found = self.core.full_state_dict()
         self._encode_prompts()
-        if self.core.world.rank:
-            return None
-        return self._without_frozen(found) if exclude_frozen_parameters else found
+        frozen: set[str] = set()
+        if exclude_frozen_parameters:  # this rank's module lacks the experts and pipeline stages of other ranks
+            names = with_all_experts({name: torch.empty(self.core.world.size) for name in self._frozen()}, self.module)
+            frozen.update(
+                *(text.split("\n") for text in gather_from_all_ranks("\n".join(names), self.core.world.device))
+            )
+        return None if self.core.world.rank else {n: tensor for n, tensor in found.items() if n not in frozen}
 
     @torch.no_grad()
     def _encode_prompts(self) -> None:
@@ -222,10 +230,9 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
                 prompts[adapter_name] if self.global_steps == step else method(model, adapter_name)
             )
 
-    def _without_frozen(self, state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    def _frozen(self, prefix: str = "") -> set[str]:
         named = self.module.named_parameters(remove_duplicate=False)
-        frozen = {f"{prefix}{name}" for name, parameter in named if not parameter.requires_grad}
-        return {name: tensor for name, tensor in state.items() if name not in frozen}
+        return {f"{prefix}{name}" for name, parameter in named if not parameter.requires_grad}
 
     def save_16bit_model(
         self,

@@ -37,10 +37,11 @@ class ExpertParameter(nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        """Train the whole stack, or not."""
         self.stack.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> "ExpertParameter":
-        """Train the whole stack, or not."""
+        """Set ``requires_grad``."""
         self.stack.requires_grad = requires_grad
         return self
 
@@ -51,6 +52,7 @@ class ExpertParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        """Set the gradient of this expert; None removes that of the stack."""
         if value is None:
             self.stack.grad = None
             return
@@ -72,6 +74,7 @@ class ExpertParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Copy ``value`` into the stack."""
         self.stack.data[self.number] = value
 
     @property
