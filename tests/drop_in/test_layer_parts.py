@@ -55,7 +55,7 @@ from megatron.core.utils import (
 )
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.experts.router import Router
-from megatron_core.parallel.groups import LocalGroup
+from megatron_core.parallel.groups import ALONE, LocalGroup
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import SequenceContext
@@ -197,6 +197,11 @@ def test_choices_and_losses_of_a_router() -> None:
     assert moe_utils.z_loss_func(logits, 0.5, mask).item() == pytest.approx(0.5 * logits[0].logsumexp(0).item() ** 2)
     assert moe_utils.get_capacity(10, 4, 1.25) == 4 and moe_utils.get_capacity(1, 4, 1.0, 3) == 3
     torch.testing.assert_close(moe_utils.get_updated_expert_bias(load, torch.zeros(2), 0.1), torch.tensor([-0.1, 0.1]))
+    counts, local, total = moe_utils.get_tokens_per_expert_and_token_count(chosen, ALONE)
+    assert (counts.tolist(), local, total) == ([1, 2, 1, 0], 2, 2)
+    padded = torch.cat([chosen, torch.zeros(1, 4, dtype=torch.bool)])  # a token that does not count
+    numbers = moe_utils.get_tokens_per_expert_and_token_count(padded, ALONE, 2, with_padding_mask=True)
+    assert [number.sum().item() for number in numbers] == [4, 2, 2]
     x = torch.ones(2, dtype=torch.bfloat16)
     assert moe_utils.router_gating_linear(x, torch.ones(3, 2), None, torch.float32).tolist() == [2.0, 2.0, 2.0]
 

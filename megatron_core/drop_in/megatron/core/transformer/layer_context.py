@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.random import current_seed
 from megatron.core.transformer.foreign import foreign, foreign_norm, with_core_attention
-from megatron.core.transformer.names import grouped_experts, norm_of_projection
+from megatron.core.transformer.moe.expert_names import pattern_of
+from megatron.core.transformer.names import named_experts, norm_of_projection
 from megatron.core.transformer.spec_utils import IdentityOp, ModuleSpec, WrappedTorchNorm, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
@@ -216,8 +217,9 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
                 "get_gpt_decoder_block_spec, or change one of them"
             )
         experts = getattr(getattr(parts.mlp, "submodules", None), "experts", None)
-        if has_experts and getattr(get_module(experts), "names_each_expert", False):
-            changes["mlp"] = grouped_experts(own.mlp)
+        pattern = pattern_of(get_module(experts), grouped_gemm=config.moe_grouped_gemm)
+        if has_experts and pattern is not None:
+            changes["mlp"] = named_experts(own.mlp, pattern)
     elif _extends_ours(parts.mlp, MoELayer):
         changes["mlp"] = _built(config, parts.mlp)
     else:

@@ -22,7 +22,7 @@ class MegatronModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under Megatron's names, see ``expert_names.name_experts``."""
-        yield from split_stacks(super().named_parameters(prefix, recurse, remove_duplicate))
+        yield from split_stacks(self, super().named_parameters(prefix, recurse, remove_duplicate))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters that are trained, for optimizers: stacks of experts are not divided."""

@@ -24,12 +24,12 @@ _PARTS = ("weight", "bias")
 _LAYERS = "decoder.layers."
 
 
-def grouped_experts(make: Any) -> Callable[..., nn.Module]:
+def named_experts(make: Any, pattern: str) -> Callable[..., nn.Module]:
     """Return the constructor ``make`` of a layer of experts, whose weights ``rename`` will name by expert."""
 
     def build(context: LayerContext, layer_number: int) -> nn.Module:
         layer = make(context, layer_number)
-        layer.experts.awaits_names = True
+        layer.experts.awaited_pattern = pattern
         return cast(nn.Module, layer)
 
     return build
@@ -69,10 +69,8 @@ def rename(root: nn.Module) -> None:
             layers = [*owner]
             owner._modules.clear()
             owner._modules.update({str(index): layer for index, layer in enumerate(layers)})
-        if getattr(owner, "awaits_names", False):
-            for linear in (owner.get_submodule("linear_fc1"), owner.get_submodule("linear_fc2")):
-                name_experts(linear)
-            del owner.awaits_names
+        if (pattern := vars(owner).pop("awaited_pattern", None)) is not None:
+            name_experts(owner, pattern)
         for name, target in _PROJECTIONS.items():
             norm: Any = owner._modules.get(name)
             if getattr(norm, "belongs_to_projection", False) and not isinstance(norm, FusedNorm):

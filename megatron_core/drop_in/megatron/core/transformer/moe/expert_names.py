@@ -1,4 +1,4 @@
-"""Names of Transformer Engine's grouped experts: a parameter for each expert, in place of a stack of matrices."""
+"""Megatron Core's names of experts: a parameter for each expert, in place of a stack of matrices."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PARTS = ("weight", "bias")
+GROUPED = "{linear}.{part}{number}"
+"""Names of ``TEGroupedMLP``."""
+SEQUENTIAL = "local_experts.{number}.{linear}.{part}"
+"""Names of ``SequentialMLP``."""
 _whole = ContextVar("whole", default=False)
 
 
@@ -87,22 +90,33 @@ class ExpertParameter(nn.Parameter):
         return getattr(self.stack, name)
 
 
-def split_stacks(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Replace each stack of experts in ``named`` by the parameters of its experts, numbered from 0 on this rank."""
+def split_stacks(root: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Replace each stack of experts in ``named``, parameters of ``root``, by those of its experts, numbered from 0 on
+    this rank."""
+    # Of modules and not of parameters: a copy of a parameter has no further attributes.
+    names_of = {id(stack): names for module in root.modules() for _, stack, names in _stacks(module)}
     for name, parameter in named:
-        if getattr(parameter, "is_stack_of_experts", False):
-            yield from ((f"{name}{index}", ExpertParameter.of(parameter, index)) for index in range(len(parameter)))
-        else:
+        names = names_of.get(id(parameter))
+        if names is None:
             yield name, parameter
+            continue
+        outer = name.removesuffix(".".join(name.split(".")[-2:]))
+        for number, inner in enumerate(names):
+            yield outer + inner, ExpertParameter.of(parameter, number)
 
 
-def name_experts(linear: nn.Module) -> None:
-    """Name the parameters of a grouped product by expert, in ``named_parameters`` of Megatron's modules and in
-    ``state_dict``, which is also loaded with a stack."""
-    for parameter in linear.parameters():
-        parameter.is_stack_of_experts = True  # type: ignore[attr-defined]
-    linear.register_state_dict_post_hook(_split_state)
-    linear.register_load_state_dict_pre_hook(_stack_state)
+def pattern_of(experts: Any, *, grouped_gemm: bool) -> str | None:
+    """The names of a layer's experts for the class ``experts`` in its specification, or None; None: those of stacks."""
+    pattern: str | None = getattr(experts, "names_of_experts", None if grouped_gemm else SEQUENTIAL)
+    return pattern
+
+
+def name_experts(experts: nn.Module, pattern: str) -> None:
+    """Name the parameters of ``experts`` by expert, in ``named_parameters`` of Megatron's modules and in
+    ``state_dict``, which is also loaded with stacks. ``pattern``: ``GROUPED`` or ``SEQUENTIAL``."""
+    experts.expert_pattern = pattern  # type: ignore[assignment]
+    experts.register_state_dict_post_hook(_split_state)
+    experts.register_load_state_dict_pre_hook(_stack_state)
 
 
 @contextmanager
@@ -115,17 +129,24 @@ def whole_stacks() -> Iterator[None]:
         _whole.reset(token)
 
 
-def _split_state(linear: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
-    for name in () if _whole.get() else _PARTS:
-        stack = state.pop(prefix + name, None)
-        for index in range(0 if stack is None else len(stack)):
-            is_variable = isinstance(stack, nn.Parameter)
-            state[f"{prefix}{name}{index}"] = ExpertParameter.of(stack, index) if is_variable else stack[index]
+def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
+    """Each stack in ``experts`` with its name, and the names of its experts; none in other modules."""
+    pattern: str = vars(experts).get("expert_pattern", "")
+    for linear, module in experts.named_children() if pattern else ():
+        for part, stack in module.named_parameters(recurse=False):
+            names = [pattern.format(linear=linear, part=part, number=number) for number in range(len(stack))]
+            yield f"{linear}.{part}", stack, names
 
 
-def _stack_state(linear: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name in _PARTS:
-        count = 0 if (own := getattr(linear, name)) is None else len(own)
-        names = [f"{prefix}{name}{index}" for index in range(count)]
-        if names and all(each in state for each in names):
-            state[prefix + name] = torch.stack([state.pop(each) for each in names])
+def _split_state(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+    for name, _, names in () if _whole.get() else _stacks(experts):
+        stack = state.pop(prefix + name)
+        is_variable = isinstance(stack, nn.Parameter)
+        for number, inner in enumerate(names):
+            state[prefix + inner] = ExpertParameter.of(stack, number) if is_variable else stack[number]
+
+
+def _stack_state(experts: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name, _, names in _stacks(experts):
+        if all(prefix + inner in state for inner in names):
+            state[prefix + name] = torch.stack([state.pop(prefix + inner) for inner in names])

@@ -15,6 +15,8 @@ from megatron.core.transformer.layer_context import (
     layer_context,
 )
 from megatron.core.transformer.layer_parts import PARTS
+from megatron.core.transformer.moe.expert_names import GROUPED, SEQUENTIAL, name_experts, pattern_of
+from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.features.experts import experts, layer
@@ -29,8 +31,8 @@ class TEGroupedMLP(ExportedModule, experts.Experts):
     """
 
     stands_for = experts.Experts
-    names_each_expert = True
-    """In a layer's specification this gives each expert's weights a name."""
+    names_of_experts = GROUPED
+    """Pattern of the names of weights, also of a layer with this class in its specification."""
 
     num_local_experts: int
 
@@ -53,6 +55,7 @@ class TEGroupedMLP(ExportedModule, experts.Experts):
                 "each rank"
             )
         adopt(self, (), config, context, f"{name or f'experts.{int(torch.randint(2**62, ()))}'}.")
+        name_experts(self, self.names_of_experts)
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
         """Bind the experts and count them."""
@@ -76,6 +79,8 @@ GroupedMLPSubmodules = MLPSubmodules
 
 class SequentialMLP(TEGroupedMLP):
     """``TEGroupedMLP``: the experts are always computed together. A built model has instances of that class."""
+
+    names_of_experts = SEQUENTIAL
 
 
 class SharedExpertMLP(ExportedModule, layer.SharedExperts):
@@ -144,6 +149,9 @@ class MoELayer(ExportedModule, layer.MoELayer):
     ) -> None:
         context, number = layer_context(config, config.model_config(), pg_collection), (layer_number or 1) - 1
         layer.MoELayer.__init__(self, context, number)
+        kind = get_module(None if submodules is None else submodules.experts)
+        built: Any = self.experts
+        built.awaited_pattern = pattern_of(kind, grouped_gemm=config.moe_grouped_gemm)
         adopt(self, (*PARTS, *MOE_PARTS), config, context, f"decoder.layers.{number}.mlp.")
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:

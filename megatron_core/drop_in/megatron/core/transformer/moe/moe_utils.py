@@ -14,6 +14,7 @@ from megatron_core.features.experts import choice
 from megatron_core.features.experts.choice import sinkhorn
 from megatron_core.features.experts.quantile import quantile_choice
 from megatron_core.features.experts.settings import MoEConfig
+from megatron_core.parallel.collectives import all_reduce_
 
 
 def topk_routing_with_score_function(
@@ -84,6 +85,24 @@ def qb_dual_update(scores: Tensor, k: int, beta: Tensor, update_beta: bool = Tru
         )
     chosen, balanced = quantile_choice(scores, beta, k)
     return chosen, balanced if update_beta else beta
+
+
+def get_tokens_per_expert_and_token_count(
+    routing_map: Tensor, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
+) -> tuple[Tensor, Any, Any]:
+    """Return the tokens of each expert ``[E]`` on the ranks of ``reduce_group``, and the numbers of tokens on this rank
+    and on all of them.
+
+    ``routing_map``: the choice as bool, ``[T, E]``. With ``with_padding_mask`` tokens without experts do not count.
+    """
+    local_counts = routing_map.sum(0)
+    counts = local_counts.clone()
+    all_reduce_(counts, reduce_group)
+    if with_padding_mask:
+        if not topk:
+            raise ConfigError(f"get_tokens_per_expert_and_token_count: with_padding_mask needs topk, not {topk}")
+        return counts, local_counts.sum() / topk, counts.sum() / topk
+    return counts, len(routing_map), len(routing_map) * reduce_group.size()
 
 
 def compute_routing_scores_for_aux_loss(
