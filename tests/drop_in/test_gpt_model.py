@@ -181,19 +181,29 @@ def test_a_stage_numbers_its_layers_from_0_and_checkpoints_all_layers() -> None:
             assert keys == [".".join([*p[:2], str(first + int(p[2])), *p[3:]]) for p in parts]
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_layer_freq": [0, 1], "add_bias_linear": False, "num_query_groups": 2}
+
+
 def _norm(sizes: dict[str, int]) -> tuple[float, bool]:
     """The norm of all weights by Megatron's function, and whether replicas are equal by Megatron's function."""
     parallel_state.initialize_model_parallel(**sizes)
-    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False, num_query_groups=2)
-    model = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=True))
+    stages = {"pipeline_model_parallel_size": sizes.get("pipeline_model_parallel_size", 1)}
+    settings = config(pipeline_dtype=torch.float64, **EXPERTS | stages)
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
+    model = gpt(settings, spec, share_embeddings_and_output_weights=True, **ends)
     return calc_params_l2_norm(model), check_param_hashes_across_dp_replicas([model])
 
 
 def test_parameters_have_megatrons_attributes_of_their_split() -> None:
-    settings = config(num_moe_experts=4, moe_layer_freq=[0, 1], add_bias_linear=False, num_query_groups=2)
-    whole = gpt(settings, get_gpt_decoder_block_spec(settings, use_transformer_engine=True))
+    settings = config(**EXPERTS)
+    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
+    whole = gpt(settings, spec, share_embeddings_and_output_weights=True)
     expected = sum(parameter.square().sum() for parameter in whole.parameters()) ** 0.5
-    for axis in ("tensor", "expert"):
+    for axis in ("tensor", "expert", "pipeline"):
         for norm, are_equal in run_ranks(2, _norm, {f"{axis}_model_parallel_size": 2}):
             assert norm == pytest.approx(expected.item(), rel=1e-12)
             assert are_equal

@@ -81,15 +81,21 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def set_attributes_of_specs(root: nn.Module) -> None:
-    """Set Megatron's attributes of the engine's parameters in ``root``: the split over tensor-parallel ranks, and
-    ``allreduce=False`` for experts, which are not summed over all data-parallel ranks."""
+    """Set Megatron's attributes of the engine's parameters in ``root``: the split over tensor-parallel ranks,
+    ``allreduce=False`` for experts, which are not summed over all data-parallel ranks, and ``shared`` for the copy of a
+    tied weight on the last stage."""
+    parameter: Any
     for parameter in root.parameters():
-        spec: Any = getattr(parameter, "shard_spec", None)
-        for split in () if spec is None or hasattr(parameter, "partition_dim") else spec.splits:
+        spec = getattr(parameter, "shard_spec", None)
+        if spec is None:
+            continue
+        for split in () if hasattr(parameter, "partition_dim") else spec.splits:
             if split.axis in ("tp", "etp"):
                 set_tensor_model_parallel_attributes(parameter, True, split.dim, 1)
-        if spec is not None and spec.replica_axes == ("edp",):
-            parameter.allreduce = False  # type: ignore[attr-defined]
+        if spec.replica_axes == ("edp",):
+            parameter.allreduce = False
+        if spec.tied:
+            parameter.shared_embedding, parameter.shared = True, spec.is_copy
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
