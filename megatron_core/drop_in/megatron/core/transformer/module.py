@@ -60,14 +60,14 @@ class MegatronModule(nn.Module):
 
 def sharded(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
     """Return the tensors of ``state_dict`` with their global names, see ``named_global_parameters`` of a model."""
-    to_engine: Any = getattr(module, "engine_name", str)
+    with_number: Any = getattr(module, "global_name", str)
     named: Any = getattr(module, "named_global_parameters", module.named_parameters)
     names: dict[int, str] = {id(parameter): name for name, parameter in named()}
     found = {}
     with whole_stacks():
         state = module.state_dict(prefix=prefix, keep_vars=True)
     for name, tensor in state.items():
-        key = prefix + names.get(id(tensor), to_engine(name.removeprefix(prefix)))
+        key = prefix + names.get(id(tensor), with_number(name.removeprefix(prefix)))
         found[name] = ShardedTensor.of(key, tensor)
     return found
 

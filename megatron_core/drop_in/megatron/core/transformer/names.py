@@ -2,7 +2,7 @@
 Engine the parameters of a norm belong to the projection after it, and each expert has its own. Checkpoints have the
 engine's names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -94,12 +94,16 @@ def _accept_names_of_norm(
             state[f"{prefix}{target}.layer_norm_{part}"] = state.pop(old)
 
 
-def engine_name(name: str, numbers: Mapping[str, int]) -> str:
-    """The engine's name of an entry of a model's ``state_dict``; ``numbers``: those of all layers, from 0, by name."""
-    if name.startswith(_LAYERS):
-        index, _, rest = name.removeprefix(_LAYERS).partition(".")
-        name = f"{_LAYERS}{numbers[index]}.{rest}"
-    for norm, projection in _PROJECTIONS.items():
-        for part in _PARTS:
-            name = name.replace(f".{projection}.layer_norm_{part}", f".{norm}.{part}")
-    return name
+def names_of_moved(root: nn.Module) -> Iterator[tuple[int, str]]:
+    """The identity of each parameter of ``root`` that ``rename`` has moved, and its name in the norm."""
+    for name, module in root.named_modules():
+        if isinstance(module, FusedNorm):
+            yield from ((id(getattr(module, part)), f"{name}.{part}") for part in _PARTS)
+
+
+def with_global_number(name: str, numbers: Mapping[str, int]) -> str:
+    """Replace the number of a layer in a name of ``state_dict``; ``numbers``: those of all layers, from 0, by name."""
+    if not name.startswith(_LAYERS):
+        return name
+    index, _, rest = name.removeprefix(_LAYERS).partition(".")
+    return f"{_LAYERS}{numbers[index]}.{rest}"

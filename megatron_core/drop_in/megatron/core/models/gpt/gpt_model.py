@@ -26,7 +26,7 @@ from megatron.core.transformer.module import sharded
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionBlock
-from megatron.core.transformer.names import engine_name
+from megatron.core.transformer.names import names_of_moved, with_global_number
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -281,13 +281,15 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with the engine's names, which checkpoints use."""
+        moved = dict(names_of_moved(self))
         for name, parameter in model.GPTModel.named_global_parameters(self):
-            yield self.engine_name(name), parameter
+            yield self.global_name(moved.get(id(parameter), name)), parameter
 
-    def engine_name(self, name: str) -> str:
-        """The engine's name of an entry of ``state_dict``."""
-        # While the constructor draws weights, layers still have the engine's numbers.
-        return engine_name(name, dict(zip(self.decoder.layers.keys(), self.decoder.layer_numbers, strict=True)))
+    def global_name(self, name: str) -> str:
+        """The name of an entry of ``state_dict`` with the global number of its layer."""
+        # While the constructor draws weights, layers still have their global numbers.
+        numbers = dict(zip(self.decoder.layers.keys(), self.decoder.layer_numbers, strict=True))
+        return with_global_number(name, numbers)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
