@@ -134,7 +134,7 @@ def test_transformer_engines_specification_gives_its_names(kind: str) -> None:
     }
     assert {name for name in layer if "norm" in name} == set(names.split())
     # Checkpoints have the names of the other specification; state_dict is accepted with both.
-    keys = [{entry.key for entry in each.sharded_state_dict().values()} for each in (twin, model)]
+    keys = [{entry.key for entry in built.sharded_state_dict().values()} for built in (twin, model)]
     assert keys[0] == keys[1]
     for parameter in twin.parameters():
         nn.init.normal_(parameter)
@@ -142,11 +142,11 @@ def test_transformer_engines_specification_gives_its_names(kind: str) -> None:
     copied = copy.deepcopy(model)
     copied.load_state_dict(model.state_dict())
     gradients = {}
-    for each in (twin, model, copied):
-        each(IDS, labels=IDS).sum().backward()
-        gradients[each] = {name: parameter.grad for name, parameter in each.named_global_parameters()}
-        assert gradients[each].keys() == gradients[twin].keys()
-        assert all(torch.equal(grad, gradients[twin][name]) for name, grad in gradients[each].items())
+    for built in (twin, model, copied):
+        built(IDS, labels=IDS).sum().backward()
+        gradients[built] = {name: parameter.grad for name, parameter in built.named_global_parameters()}
+        assert gradients[built].keys() == gradients[twin].keys()
+        assert all(torch.equal(grad, gradients[twin][name]) for name, grad in gradients[built].items())
 
 
 def _stages() -> list[tuple[list[str], list[str]]]:
@@ -201,8 +201,8 @@ def _norm(sizes: dict[str, int]) -> tuple[float, bool]:
 def test_parameters_have_megatrons_attributes_of_their_split() -> None:
     settings = config(**EXPERTS)
     spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True)
-    whole = gpt(settings, spec, share_embeddings_and_output_weights=True)
-    expected = sum(parameter.square().sum() for parameter in whole.parameters()) ** 0.5
+    undivided = gpt(settings, spec, share_embeddings_and_output_weights=True)
+    expected = sum(parameter.square().sum() for parameter in undivided.parameters()) ** 0.5
     for axis in ("tensor", "expert", "pipeline"):
         for norm, are_equal in run_ranks(2, _norm, {f"{axis}_model_parallel_size": 2}):
             assert norm == pytest.approx(expected.item(), rel=1e-12)
@@ -223,22 +223,22 @@ def test_each_expert_has_its_parameters(name: str) -> None:
         for part, stack in getattr(stacks, linear).named_parameters()
         for expert in range(4)
     }
-    for found in (model.state_dict(), dict(model.named_parameters())):
-        assert {name for name in found if name.startswith(inner)} == set(expected)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for named in (model.state_dict(), dict(model.named_parameters())):
+        assert {name for name in named if name.startswith(inner)} == set(expected)
+        assert all(torch.equal(named[name], value) for name, value in expected.items())
     assert len([*model.parameters()]) == len([*twin.parameters()])
     model.load_state_dict(twin.state_dict())
     twin.load_state_dict({name: value.clone() for name, value in twin.state_dict().items()})
     model.load_state_dict(model.state_dict())
     # A program's own optimizer of the named parameters trains the experts.
     rates = {"lr": 0.1, "weight_decay": 0.1}
-    optimizers = [torch.optim.AdamW(dict(each.named_parameters()).values(), **rates) for each in (model, twin)]
+    optimizers = [torch.optim.AdamW(dict(built.named_parameters()).values(), **rates) for built in (model, twin)]
     for _ in range(2):
         losses = []
-        for each, optimizer in zip((model, twin), optimizers, strict=True):
+        for built, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
-            penalty = sum(parameter.square().sum() for _, parameter in each.named_parameters())
-            loss = each(IDS, labels=IDS).mean() + 0.01 * penalty
+            penalty = sum(parameter.square().sum() for _, parameter in built.named_parameters())
+            loss = built(IDS, labels=IDS).mean() + 0.01 * penalty
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

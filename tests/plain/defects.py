@@ -50,7 +50,7 @@ DEFECTS: dict[str, CommonDefect] = {
         "tokens in 8 bits",
     ),
     "gradients of outputs sent in their own precision": CommonDefect(
-        "features.mxfp8_messages.messages:send_mxfp8",
+        "features.mxfp8_messages.messages:narrow_messages",
         without_statement("layer.dispatcher.send_gradients = narrow"),
         "tokens and gradients in 8 bits",
     ),
