@@ -244,6 +244,8 @@ def test_each_expert_has_its_parameters(name: str) -> None:
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     for name, parameter in model.named_parameters():
+        # Optimizers of split matrices choose the group of ranks by it.
+        assert getattr(parameter, "expert_tp", False) == ("experts" in name)
         parameter.requires_grad = "experts" not in name
     assert not model.decoder.layers[1].mlp.experts.linear_fc1.weight.requires_grad
 

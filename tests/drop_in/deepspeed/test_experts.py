@@ -104,9 +104,9 @@ def test_checkpoints_and_names_of_all_experts(tmp_path: Path) -> None:
         *[True] * 4,
         False,
     ]
-    whole = Model({"num_experts": 4})
-    freeze_biases(whole)
-    trained = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    one_rank = Model({"num_experts": 4})
+    freeze_biases(one_rank)
+    trained = {name for name, parameter in one_rank.named_parameters() if parameter.requires_grad}
     assert torch.load(tmp_path / "trained.bin").keys() == trained
 
 

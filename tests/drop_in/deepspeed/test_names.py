@@ -52,13 +52,18 @@ def test_refused_classes_say_what_to_use(path: str) -> None:
 
 @pytest.mark.parametrize("splits", [(1, 1), (3, 2), (5, 7)])
 def test_tiles_equal_a_linear_layer(splits: tuple[int, int]) -> None:
-    whole = torch.nn.Linear(5, 7, dtype=torch.float64)
+    linear = torch.nn.Linear(5, 7, dtype=torch.float64)
     x = torch.randn(4, 5, dtype=torch.float64)
-    given: dict[str, Any] = {"in_splits": splits[0], "out_splits": splits[1], "init_linear": whole, "dtype": x.dtype}
-    tiles = deepspeed.zero.TiledLinear(5, 7, **given)
-    torch.testing.assert_close(tiles(x), whole(x))
+    arguments: dict[str, Any] = {
+        "in_splits": splits[0],
+        "out_splits": splits[1],
+        "init_linear": linear,
+        "dtype": x.dtype,
+    }
+    tiles = deepspeed.zero.TiledLinear(5, 7, **arguments)
+    torch.testing.assert_close(tiles(x), linear(x))
     weights = [torch.cat([tile.weight for tile in row], 1) for row in tiles.linears]
-    torch.testing.assert_close(torch.cat(weights), whole.weight)
+    torch.testing.assert_close(torch.cat(weights), linear.weight)
     with pytest.raises(RuntimeError, match="in_splits=6 must be from 1 to in_features=5"):
         deepspeed.zero.TiledLinear(5, 7, in_splits=6)
 

@@ -82,8 +82,8 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 def set_attributes_of_specs(root: nn.Module) -> None:
     """Set Megatron's attributes of the engine's parameters in ``root``: the split over tensor-parallel ranks,
-    ``allreduce=False`` for experts, which are not summed over all data-parallel ranks, and ``shared`` for the copy of a
-    tied weight on the last stage."""
+    ``allreduce=False`` and ``expert_tp`` for experts, which have data- and tensor-parallel ranks of their own, and
+    ``shared`` for the copy of a tied weight on the last stage."""
     parameter: Any
     for parameter in root.parameters():
         spec = getattr(parameter, "shard_spec", None)
@@ -93,7 +93,7 @@ def set_attributes_of_specs(root: nn.Module) -> None:
             if split.axis in ("tp", "etp"):
                 set_tensor_model_parallel_attributes(parameter, True, split.dim, 1)
         if spec.replica_axes == ("edp",):
-            parameter.allreduce = False
+            parameter.allreduce, parameter.expert_tp = False, True
         if spec.tied:
             parameter.shared_embedding, parameter.shared = True, spec.is_copy
 

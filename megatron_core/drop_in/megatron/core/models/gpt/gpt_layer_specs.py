@@ -1,4 +1,4 @@
-"""Specifications of GPT layers; those with Transformer Engine's name only name the weights of norms otherwise."""
+"""Specifications of GPT layers; those of Transformer Engine differ only in the names of weights."""
 
 from inspect import signature
 from typing import Any
