@@ -169,6 +169,9 @@ LONGROPE_OF_EXPERTS = {
     "long_mscale": 1.4,
     "original_max_position_embeddings": 32,
 }
+MELLUM = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24}
+AFMOE = MELLUM | {"num_shared_experts": 2, "sliding_window": 5, "global_attn_every_n_layers": 2}
+MINICPM3 = YOUTU | {"q_lora_rank": 10, "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "dim_model_base": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -560,6 +563,72 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt": ("Mpt", MPT),
     "mpt, another scale": ("Mpt", MPT | {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}),
+    "internlm3": (
+        "InternLM3",
+        LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 1e4}},
+    ),
+    "iquestcoder": ("IQuestCoder", LLAMA | {"head_dim": 16}),
+    "exaone": ("Exaone", LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA31}),
+    "vaultgemma": ("VaultGemma", GEMMA | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "vaultgemma, no windows": ("VaultGemma", GEMMA | {"layer_types": ["full_attention"] * 4}),
+    "flex_olmo": ("FlexOlmo", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo, normalized": ("FlexOlmo", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "sarvam_moe": ("SarvamMoE", LLAMA | GLM_MOE | {"n_shared_experts": 2, "head_dim": 16}),
+    "sarvam_moe, groups, biases": (
+        "SarvamMoE",
+        LLAMA | GLM_MOE | {"n_group": 4, "topk_group": 2, "attention_bias": True, "use_qk_norm": False, "head_dim": 8},
+    ),
+    "sarvam_mla": ("SarvamMLA", LLAMA | DEEPSEEK | {"n_group": 1, "topk_group": 1}),
+    "sarvam_mla, groups, yarn": ("SarvamMLA", LLAMA | DEEPSEEK | {"rope_parameters": DEEPSEEK_YARN, "q_lora_rank": 10}),
+    "hy_v3": (
+        "HYV3",
+        LLAMA
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
+        | {"head_dim": 16},
+    ),
+    "hy_v3, kinds of layers": (
+        "HYV3",
+        LLAMA
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "router_scaling_factor": 1.0}
+        | {"mlp_layer_types": ["sparse", "dense"] * 4, "num_hidden_layers": 8, "head_dim": 8},
+    ),
+    "mellum": ("Mellum", LLAMA | MELLUM),
+    "mellum, windows, yarn, kinds of layers": (
+        "Mellum",
+        LLAMA
+        | MELLUM
+        | {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 5, "num_hidden_layers": 8}
+        | {"mlp_layer_types": ["dense", "sparse"] * 4, "norm_topk_prob": False}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": GPT_OSS_YARN,
+            },
+        },
+    ),
+    "afmoe": ("Afmoe", LLAMA | AFMOE),
+    "afmoe, scaled embeddings, kinds of layers": (
+        "Afmoe",
+        LLAMA
+        | AFMOE
+        | {"mup_enabled": True, "route_scale": 2.5, "num_dense_layers": 2, "num_shared_experts": 1}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_key_value_heads": 4},
+    ),
+    "minicpm3": ("MiniCPM3", MINICPM3),
+    "minicpm3, longrope, untied": (
+        "MiniCPM3",
+        MINICPM3
+        | {"tie_word_embeddings": False, "q_lora_rank": None, "scale_depth": 2.0}
+        | {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.1, 1.3],
+                "long_factor": [1.5, 4.0],
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, interpolated": ("GPTNeoX", NEOX | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),

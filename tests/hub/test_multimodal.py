@@ -17,13 +17,14 @@ from megatron_core.hub.conversion import export_hugging_face, import_hugging_fac
 from megatron_core.hub.hugging_face import HuggingFaceReader, notes_of_folder, settings_of_folder
 from megatron_core.hub.hugging_face.architecture import ARCHITECTURES
 from megatron_core.hub.hugging_face.text_part import TEXT_TYPES, text_names
-from tests.hub.hf_models import DELTA_NET, GEMMA, LLAMA, LLAMA4, MINISTRAL3_YARN
+from tests.hub.hf_models import DELTA_NET, GEMMA, GLM_MOE, LLAMA, LLAMA4, MINISTRAL3_YARN
 
 TEXT = LLAMA | {"vocab_size": 80, "tie_word_embeddings": False}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"patch_size": 4, "image_size": 16}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
 QWEN_VISION |= {"out_hidden_size": 32}
+GLM_VISION = QWEN_VISION | {"image_size": 16}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 IMAGE = {"image_token_id": 77, "video_token_id": 78, "vision_start_token_id": 76, "vision_end_token_id": 75}
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -74,6 +75,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         "Qwen3_5",
         {"text_config": TEXT | DELTA_NET, "vision_config": QWEN_VISION | {"num_position_embeddings": 16}} | IMAGE,
         "qwen3_5_text",
+    ),
+    "glm4v": (
+        "Glm4v",
+        {"text_config": TEXT | {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}}
+        | {"vision_config": GLM_VISION}
+        | IMAGE,
+        "glm4",
+    ),
+    "glm4v, experts": (
+        "Glm4vMoe",
+        {
+            "text_config": TEXT
+            | GLM_MOE
+            | {"head_dim": 16, "rope_parameters": MROPE | {"partial_rotary_factor": 0.5}, "router_aux_loss_coef": 0.0}
+        }
+        | {"vision_config": GLM_VISION}
+        | IMAGE,
+        "glm4_moe",
     ),
 }
 OLD_NAMES = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}

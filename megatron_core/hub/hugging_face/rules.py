@@ -334,18 +334,24 @@ MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys with the number of layers for multi-token prediction."""
 
 
-def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:
+def dense_first(
+    *,
+    dense: int,
+    shared: int | None = None,
+    dense_key: str = "first_k_dense_replace",
+    shared_key: str = "n_shared_experts",
+) -> KeyRule:
     """The first layers have dense MLPs, the others routed and shared experts.
 
     ``dense`` and ``shared`` are the numbers of dense layers and of shared experts if config.json has none.
     """
 
     def read(hf_config: Settings) -> Settings:
-        count = hf_config.get("n_shared_experts", shared)
+        count = hf_config.get(shared_key, shared)
         if not isinstance(count, int) or count < 1:
-            refuse("n_shared_experts", count, f"{hf_config.get('model_type')} models need 1 or more")
+            refuse(shared_key, count, f"{hf_config.get('model_type')} models need 1 or more")
         layers = hf_config["num_hidden_layers"]
-        first = min(hf_config.get("first_k_dense_replace", dense), layers)
+        first = min(hf_config.get(dense_key, dense), layers)
         return {
             "moe_layer_freq": (0,) * first + (1,) * (layers - first),
             "moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"],
@@ -355,13 +361,11 @@ def dense_first(*, dense: int, shared: int | None = None) -> KeyRule:
         sparse = config.expert_layers
         width = config.expert_ffn_size
         return {
-            "first_k_dense_replace": sparse[0] if sparse else config.num_layers,
-            "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // width,
+            dense_key: sparse[0] if sparse else config.num_layers,
+            shared_key: (config.moe_shared_expert_intermediate_size or 0) // width,
         }
 
-    return KeyRule(
-        read, write, dict.fromkeys(("n_shared_experts", "first_k_dense_replace", *MTP_LAYERS), COUNT_OR_ZERO)
-    )
+    return KeyRule(read, write, dict.fromkeys((shared_key, dense_key, *MTP_LAYERS), COUNT_OR_ZERO))
 
 
 def limited_to_groups(groups: int, chosen: int, counted: int) -> Settings:

@@ -1,14 +1,17 @@
 """Gemma 1: Llama with GELU and scaled embeddings. Gemma 2 and Gemma 3 (text): four norms a layer, windows in some
 layers, bounded scores and logits."""
 
+from dataclasses import replace
+
 from megatron_core.config import ModelConfig
 from megatron_core.foreign_json import COUNT, OBJECT, POSITIVE, STRING
+from megatron_core.hub.hugging_face.families.mistral import windows_with_size_json
 from megatron_core.hub.hugging_face.rules import ROPE, KeyRule, Settings, refuse, windows_where
 
 
 def _has_window(hf_config: Settings, layer: int) -> bool:
     """Every n-th layer, ``sliding_window_pattern``, has no window."""
-    every = 2 if hf_config["model_type"] == "gemma2" else hf_config.get("sliding_window_pattern", 6)
+    every = 2 if hf_config["model_type"] in ("gemma2", "vaultgemma") else hf_config.get("sliding_window_pattern", 6)
     return (layer + 1) % every != 0
 
 
@@ -29,7 +32,7 @@ def _rope_by_layer_type_json(config: ModelConfig) -> Settings:
     return ROPE.write(config) | local
 
 
-WINDOWS = windows_where(_has_window, sliding_window_pattern=COUNT)
+WINDOWS = replace(windows_where(_has_window, sliding_window_pattern=COUNT), write=windows_with_size_json)
 ROPE_TYPES = {**ROPE.types, "rope_local_base_freq": POSITIVE, "full_attention": OBJECT, "sliding_attention": OBJECT}
 POSITIONS = KeyRule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES)
 SOFTMAX_SCALE = KeyRule(

@@ -18,7 +18,7 @@ from megatron_core.hub.hugging_face.rules import (
 )
 
 
-def _windows_json(config: ModelConfig) -> Settings:
+def windows_with_size_json(config: ModelConfig) -> Settings:
     """Always a size of windows, which transformers needs, even if no layer has a window."""
     kinds = {
         "sliding_window": config.max_position_embeddings or 4096,
@@ -55,7 +55,7 @@ def _temperature_json(config: ModelConfig) -> Settings:
     return {**keys, "rope_parameters": original | parameters | {BETA: positions.query_temperature_scale}}
 
 
-WINDOWS_WITH_SIZE = KeyRule(WINDOWS.read, _windows_json, WINDOWS.types)
+WINDOWS_WITH_SIZE = KeyRule(WINDOWS.read, windows_with_size_json, WINDOWS.types)
 POSITIONS_WITH_TEMPERATURE = KeyRule(_temperature, _temperature_json, {**ROPE.types, BETA: NUMBER})
-WINDOWS_OF_THREE_IN_FOUR = replace(windows_where(lambda _, layer: layer % 4 != 0), write=_windows_json)
+WINDOWS_OF_THREE_IN_FOUR = replace(windows_where(lambda _, layer: layer % 4 != 0), write=windows_with_size_json)
 """Every fourth layer, from the first on, has no window."""

@@ -24,7 +24,14 @@ def _positions_json(config: ModelConfig) -> Settings:
     local = config.rotary_base_of_windows or config.rotary_base
     if full["rope_theta"] == local == THETA:
         return full
+    return by_layer_type_json(config)
+
+
+def by_layer_type_json(config: ModelConfig) -> Settings:
+    """The positions of layers with and without a window, as transformers 5 writes them."""
+    full = ROPE.write(config)
     scaling = full["rope_scaling"] or {"rope_type": "default"}
+    local = config.rotary_base_of_windows or config.rotary_base
     return {
         "rope_parameters": {
             "full_attention": {**scaling, "rope_theta": full["rope_theta"]},
