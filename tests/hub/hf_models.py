@@ -208,6 +208,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10}),
     "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3, another epsilon": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rms_norm_eps": 1e-3}),
     "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
     "deepseek_v32": ("DeepseekV32", LLAMA | DEEPSEEK | INDEXER | {"q_lora_rank": 10}),
     "deepseek_v32, yarn": (

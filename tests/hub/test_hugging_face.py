@@ -256,6 +256,18 @@ def test_a_mistral_file_with_kinds_of_layers_is_ministral(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "ministral"
 
 
+def test_kimi_k2_goes_out_as_deepseek_v3(tmp_path: Path) -> None:
+    """transformers has no class for it, and reads the export."""
+    save_model("deepseek_v3, another epsilon", tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+    import_hugging_face(tmp_path / "theirs", tmp_path / "ours", verify=False)
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again", model_type="deepseek_v3") < 2e-6
+    stored, exported = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
+    assert stored.keys() == exported.keys()
+    assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
+
+
 def test_every_weight_keeps_its_dtype(tmp_path: Path) -> None:
     """Norms in float32 next to matrices in bfloat16, as after training with adapters."""
     save_model("qwen3", tmp_path / "theirs")

@@ -52,6 +52,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"vision_config": VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
         "llama4_text",
     ),
+    "smolvlm": (
+        "SmolVLM",
+        {"text_config": TEXT | {"model_type": "llama"}, "vision_config": VISION, "scale_factor": 2} | IMAGE,
+        "llama",
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION} | IMAGE,

@@ -142,6 +142,8 @@ class Architecture:
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}; {self.model_type} models need it") from None
         settings = {**self.fixed, **settings}
+        if settings.get("latent_norm_epsilon") == settings.get("norm_epsilon"):
+            settings.pop("latent_norm_epsilon", None)
         pattern = settings.get("hybrid_layer_pattern") or "E"
         if not any(settings.get("moe_layer_freq", (1,))) or "E" not in pattern:
             # An architecture with experts, in a model whose layers all have dense MLPs.
@@ -293,13 +295,15 @@ def function_settings(config: ModelConfig) -> Settings:
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
     unused += () if config.may_have_mlp else of_mlps
     unused += ("num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size") if config.layers_differ_in_size else ()
-    has_own_scale = config.section(LatentAttentionConfig).multi_latent_attention or config.section(MuPConfig).use_mup
+    latent = config.section(LatentAttentionConfig)
+    has_own_scale = latent.multi_latent_attention or config.section(MuPConfig).use_mup
     scale = None if has_own_scale else config.head_size**-0.5
     return settings | {
         "softmax_scale": config.softmax_scale or scale,
         "group_query_attention": None,
         "num_query_groups": config.query_groups,
         "kv_channels": config.head_size,
+        "latent_norm_epsilon": latent.latent_norm_epsilon or config.norm_epsilon,
         "ffn_hidden_size": config.ffn_size,
         "add_qkv_bias": config.has_qkv_bias,
         "window_size": [config.window_of_layer(n) for n in range(config.num_layers)],

@@ -12,10 +12,12 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", "model."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("lm_head.", "lm_head."),
 )
 """Prefix of stored names -> prefix of the text model's own names: of files of the hub, of a model without output layer,
-and of releases from 4.52 on."""
+of releases from 4.52 on, and of Idefics and SmolVLM."""
+NESTED = ("language_model.", "model.language_model.", "model.text_model.")
 FLAT_PREFIXES = (("model.", "model."), ("lm_head.", "lm_head."))
 """The same in files without ``language_model``, in which other parts have other prefixes: Qwen2-VL, Qwen2.5-VL."""
 SHARED_KEYS = ("quantization_config", "torch_dtype", "dtype")
@@ -73,7 +75,7 @@ def _positions(rope: Any) -> Any:
 def text_names(names: Iterable[str]) -> dict[str, str]:
     """Names of the text model's tensors -> their stored names in a multimodal folder."""
     stored = list(names)
-    nested = any(name.startswith(("language_model.", "model.language_model.")) for name in stored)
+    nested = any(name.startswith(NESTED) for name in stored)
     stored_names: dict[str, str] = {}
     for name in stored:
         for prefix, text_prefix in PREFIXES if nested else FLAT_PREFIXES:
