@@ -262,7 +262,8 @@ def test_kimi_k2_goes_out_as_deepseek_v3(tmp_path: Path) -> None:
     path = tmp_path / "theirs/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
     import_hugging_face(tmp_path / "theirs", tmp_path / "ours", verify=False)
-    assert export_hugging_face(tmp_path / "ours", tmp_path / "again", model_type="deepseek_v3") < 2e-6
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
+    assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "deepseek_v3"
     stored, exported = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
     assert stored.keys() == exported.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())

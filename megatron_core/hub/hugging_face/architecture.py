@@ -78,6 +78,8 @@ class Architecture:
     """``model_type`` in config.json."""
     class_name: str
     """``architectures`` in config.json."""
+    exported_as: str | None = None
+    """``model_type`` of the architecture that export writes instead: `transformers` has no text model of this one."""
     keys: Mapping[str, str]
     """Key of config.json -> setting of ``ModelConfig`` with the same meaning."""
     tensors: Mapping[str, str | TensorSource]
@@ -362,7 +364,8 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
 
 def architecture_for(config: ModelConfig, model_type: str | None = None) -> Architecture:
     """The architecture ``model_type``, or by default the first one, that can express a model's settings."""
-    candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
+    exported = [architecture for architecture in ARCHITECTURES.values() if architecture.exported_as is None]
+    candidates = exported if model_type is None else [architecture_of({"model_type": model_type})]
     has_experts = config.section(MoEConfig).num_experts is not None
     nearest: tuple[Architecture, Settings] | None = None
     refusals: list[str] = []

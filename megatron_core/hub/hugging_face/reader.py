@@ -237,7 +237,8 @@ def settings_of_folder(folder: str | Path) -> Settings:
     hf_config = read_config_json(Path(folder))
     architecture = architecture_of(hf_config)
     settings = architecture.settings(hf_config)
-    settings |= {"vocab_size": _vocab_size(architecture, hf_config), "hf_model_type": hf_config["model_type"]}
+    model_type = architecture.exported_as or architecture.model_type
+    settings |= {"vocab_size": _vocab_size(architecture, hf_config), "hf_model_type": model_type}
     settings["hf_token_ids"] = token_ids_json(hf_config)
     if (Path(folder) / "tokenizer.json").is_file():
         settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
