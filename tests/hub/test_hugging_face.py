@@ -386,7 +386,7 @@ def _edit_tensors(folder: Path, **changes: Any) -> None:
 BAD = {
     "model_type": (
         lambda f: _edit(f, model_type="bert"),
-        "model_type='bert', which is not supported; supported: llama",
+        "model_type='bert', which is not supported; docs/hugging_face.md lists those that are; ",
     ),
     "activation": (lambda f: _edit(f, hidden_act="relu"), "hidden_act='relu'; for llama only 'silu' is supported"),
     "rope": (lambda f: _edit(f, rope_parameters={"rope_type": "odd"}), "rope_type='odd'"),

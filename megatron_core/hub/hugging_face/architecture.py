@@ -356,7 +356,7 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
         nearest = min(unplaced, key=lambda name: len(unplaced[name]))
         raise CheckpointError(
             f"config.json says model_type={quoted(hf_config.get('model_type'))}, which is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}; {nearest} is nearest, and has "
+            f"docs/hugging_face.md lists those that are; {nearest} is nearest, and has "
             + (f"no key {', '.join(unplaced[nearest])}" if unplaced[nearest] else "all keys of the file")
         )
     return known
