@@ -73,7 +73,10 @@ KINDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lor
 _OURS = re.compile(r"(decoder\.layers\.\d+\..+)\.adapter\.(lora_A|lora_B|magnitude)\.(\w+)")
 _THEIRS = re.compile(rf"{re.escape(PREFIX)}(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
 
-OF_PATHS = {"self_attn.out_proj": "linear_proj", "attn.out_proj": "linear_proj"}
+OF_PATHS = {
+    **dict.fromkeys(("self_attn.out_proj", "attn.out_proj", "attention.out_proj"), "linear_proj"),
+    "self_attn.gate_proj": "q_proj",  # gates of attention belong to the queries
+}
 """Ends of paths in stored models whose last name is that of another layer here -> name in --lora-target-modules."""
 
 
