@@ -207,6 +207,19 @@ def test_a_selection_of_layers_is_kept_by_an_export(tmp_path: Path) -> None:
     assert {name for name in peft.get_peft_model_state_dict(model)} == stored[0].keys()
 
 
+@pytest.mark.parametrize("target", ["linear_proj", "linear_fc2"])
+def test_names_that_other_layers_have_are_exported_as_paths(target: str, tmp_path: Path) -> None:
+    """`peft` finds no others: GPT-2 has a c_proj in attention and one in the MLP."""
+    save_model("gpt2", tmp_path / "base", torch.float64)
+    run_ranks(1, _stored, _config(tmp_path, lora_rank=3, lora_target_modules=(target,), save=str(tmp_path / "run")))
+    export_adapter(tmp_path / "run", tmp_path / "exported")
+    stored = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        theirs = peft.PeftModel.from_pretrained(_loaded(tmp_path / "base"), tmp_path / "exported")
+    assert {name for name in peft.get_peft_model_state_dict(theirs)} == stored.keys()
+
+
 def test_layers_that_the_run_names_and_the_file_lacks(tmp_path: Path) -> None:
     _adapter("llama", {"target_modules": r"model\.layers\.[01]\.self_attn\.q_proj"}, tmp_path)
     with pytest.raises(

@@ -318,7 +318,7 @@ def write_adapter(
     write_safetensors(folder / WEIGHTS, entries, stored.values(), {"format": "pt"})
     modules = {match[1] for match in map(_THEIRS.fullmatch, stored) if match}
     if not any("." in target for target in tuning.lora_target_modules):
-        modules = {module.rpartition(".")[2] for module in modules}
+        modules = _short_names(names, modules)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -334,6 +334,19 @@ def write_adapter(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _short_names(names: PeftNames, modules: set[str]) -> set[str]:
+    """The last names of ``modules``, unless PEFT would find modules of the model without an adapter by them, too.
+
+    GPT-2 has a ``c_proj`` in attention and one in the MLP.
+    """
+    short = {module.rpartition(".")[2] for module in modules}
+    frozen = {name: shape for name, shape in names.shapes.items() if not is_adapter(name)}
+    sources = ((names.architecture.source(name), shape) for name, shape in frozen.items())
+    stored = {name for source, shape in sources for name in source.stored_shapes(names.model, shape)}
+    others = {name.removesuffix(".weight") for name in stored if name.endswith(".weight")} - modules
+    return modules if any(module.rpartition(".")[2] in short for module in others) else short
 
 
 def _stored(names: PeftNames, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
