@@ -38,7 +38,7 @@ PLAIN_ROWS = {
 }
 
 
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "DPO, appendix B": {"dpo_beta": 0.1, "dpo_label_smoothing": 0.0},
     "DiLoCo's experiments": {"outer_lr": 0.7, "outer_momentum": 0.9},
     "SOAP's code": {"soap_shampoo_beta": 0.95, "soap_max_precondition_dim": 10_000},
