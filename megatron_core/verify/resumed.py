@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_core.config import RunConfig
+from megatron_core.cpu_ranks.shared_memory import backend as shared_memory
 from megatron_core.datasets.indexed import get_bin_path, get_idx_path
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.planner.layout import Layout
@@ -72,7 +73,7 @@ def check_resumed(
 
     The rows are named after both layouts. A layout that cannot write a checkpoint gives a row with a fault.
     """
-    report = ParityReport("float64", "")
+    report = ParityReport("float64", shared_memory.expected(backend))
     with tempfile.TemporaryDirectory() as folder:
         on_files = replace(experiment, config=reading_files(experiment.config, Path(folder)), thorough=True)
         for number, layout in enumerate(layouts):

@@ -5,6 +5,7 @@ from enum import Enum, auto
 from megatron_core.config.run import RunConfig
 from megatron_core.features.experts.settings import MoEConfig
 from megatron_core.features.fp8.settings import FP8Config
+from megatron_core.features.mean_of_means.settings import uses_mean_of_means
 from megatron_core.planner.layout import Layout
 
 
@@ -33,6 +34,8 @@ def shared_micro_batches(config: RunConfig) -> dict[str, Scope]:
     fp8_format = config.section(FP8Config).fp8_format
     if fp8_format is not None:  # scales are those of matrices, or blocks, of a whole micro-batch
         scopes[f"fp8_format={fp8_format}"] = Scope.RANK
+    if uses_mean_of_means(config):  # masks of different lengths: another division has other means
+        scopes["calculate_per_token_loss=False"] = Scope.RANK
     return scopes
 
 
@@ -51,6 +54,11 @@ def incomparable(config: RunConfig, layout: Layout) -> str | None:
             f"with num_query_groups={groups} and tp{layout.tp} a rank has only a part of the gradients of keys and "
             f"values, which fp8_format={fp8_format} rounds before they are summed; compare layouts whose tp divides "
             "num_query_groups, or without FP8"
+        )
+    if uses_mean_of_means(config) and layout.cp > 1:
+        return (
+            f"with cp{layout.cp} and calculate_per_token_loss=False each rank averages the losses of its own part of a "
+            "sequence, which one process does not have; compare layouts with cp1, or add --calculate-per-token-loss"
         )
     scopes = shared_micro_batches(config)
     if replicas(config, layout) == 1 or len(set(scopes.values())) < 2:

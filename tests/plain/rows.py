@@ -69,6 +69,7 @@ MODELS: dict[str, Values] = {
         "kv_channels": 16,
         "yarn_correction_range_round_to_int": False,
         "yarn_beta_fast": 3.0,
+        "yarn_beta_slow": 0.02,  # the ramp ends beyond the last pair
         "yarn_attention_factor": 1.3,
     },
     "longrope, long": SCALED
@@ -155,7 +156,10 @@ MODELS: dict[str, Values] = {
     "later tokens, learned positions": UNTIED | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
     "later tokens, token 0 at the end": MTP | EXPERTS | AUX | {"mtp_zero_last_input": True},
     "later tokens, mixed": ROPE | PACKED | {"reset_position_ids": True, "mtp_num_layers": 3, "mtp_hsm": True},
-    "later tokens, one layer": MTP | EXPERTS | AUX | {"mtp_use_repeated_layer": True, "scale_embeddings": True},
+    "later tokens, one layer": MTP
+    | EXPERTS
+    | AUX
+    | {"mtp_use_repeated_layer": True, "scale_embeddings": True, "embedding_multiplier": 3.0},
     "later tokens, experts": MTP | EXPERTS | AUX | {"moe_router_enable_expert_bias": True, "moe_layer_freq": (0, 1)},
     "documents": ROPE | PACKED | {"reset_position_ids": True, "mtp_num_layers": 1},
     "documents, positions continue": PACKED | {"window_size": (4, 0)},
@@ -305,7 +309,7 @@ OPTIMIZERS: dict[str, Values] = {
     "linear end": WSD | {"lr_wsd_decay_style": "linear"},
     "cosine end": WSD | {"lr_wsd_decay_style": "cosine", "min_lr": 1e-3},
     "root end": WSD | {"lr_wsd_decay_style": "minus_sqrt"},
-    "weight decay grows": FIXED
+    "weight decay grows": {"lr_decay_iters": 2, "min_lr": 0.03}
     | {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},
     "weight decay grows along a cosine": FIXED
     | {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9, "lr": 0.05},

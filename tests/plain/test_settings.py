@@ -38,6 +38,32 @@ PLAIN_ROWS = {
 }
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DPO, appendix B": {"dpo_beta": 0.1, "dpo_label_smoothing": 0.0},
+    "DiLoCo's experiments": {"outer_lr": 0.7, "outer_momentum": 0.9},
+    "SOAP's code": {"soap_shampoo_beta": 0.95, "soap_max_precondition_dim": 10_000},
+    "Kimi K2, section 2.1": {"qk_clip_threshold": 100.0, "qk_clip_alpha": 0.5},
+    "mHC": {"mhc_num_residual_streams": 4, "mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.01},
+    "Phi-3.5-MoE's configuration": {"moe_sparsemixer_threshold": 0.01},
+    "DeepSeek-V3.2's configuration": {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048},
+    "YaRN, section 3.2": {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0},
+    "Llama 4's configuration": {"query_temperature_floor": 8192},
+    "Hinton et al., without a change": {"kd_temperature": 1.0},
+    "DeepSpeed's LAMB": {"lamb_max_coeff": 10.0, "lamb_min_coeff": 0.01},
+    "DeepSpeed's 1-bit LAMB": {
+        **{"onebit_lamb_coeff_beta": 0.9, "onebit_lamb_factor_max": 4.0},
+        **{"onebit_lamb_factor_min": 0.5, "onebit_lamb_factor_threshold": 0.1},
+    },
+    "Megatron-LM's flags": {"fim_rate": 0.5, "fim_spm_rate": 0.5, "mid_level_dataset_surplus": 0.005},
+}
+"""Defaults that no class of Megatron Core has (``tests/drop_in/megatron_defaults.yaml`` has the others), by origin."""
+
+
+def test_defaults_are_the_published_values() -> None:
+    published = {name: value for values in PUBLISHED.values() for name, value in values.items()}
+    assert {name: DEFAULTS[name] for name in published} == published
+
+
 def test_every_setting_has_a_row() -> None:
     """The table's sections are only for reading: a setting may move to another section."""
     rows = [name for section in TABLE.values() for name in section]

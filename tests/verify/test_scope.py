@@ -138,7 +138,9 @@ def test_a_thorough_verdict_names_what_it_compares(tmp_path: Path, capfd: pytest
     assert report["missing"] == [] and report["not_compared"] == ["load_hf=nowhere"]
     assert "recompute_granularity=selective" in report["switches"]
     assert report["changed"]["adam_eps"] == ["1e-08", "0.001"]
-    rows = [row["layout"] for row in report["further"][0]["rows"]]
+    (on_files,) = report["further"]
+    assert on_files["backend"] == report["backend"]
+    rows = [row["layout"] for row in on_files["rows"]]
     assert rows == ["dp2 zero1 on files", "dp2 zero1 from 1 process", "1 process from dp2 zero1"]
     for line in ("compared with one process without: recompute_granularity", "adam_eps 1e-08 -> 0.001"):
         assert line in text and line in (tmp_path / "page.md").read_text()

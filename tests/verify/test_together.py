@@ -26,6 +26,7 @@ OF_RANK = {
     "further": {"moe_further_balancing_types": ("aux_loss",), "moe_further_aux_loss_coeffs": (0.2,)},
     "fp8 tensorwise": {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"},
     "fp8 delayed": {"fp8_format": "hybrid"},
+    "mean of means": {"calculate_per_token_loss": False},
 }
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
 
@@ -73,6 +74,8 @@ def test_global_batches_without_a_size_are_those_of_the_layout() -> None:
 
 
 def test_layouts_that_no_process_equals_are_refused() -> None:
+    means = RunConfig.from_flat(OF_RANK["mean of means"])
+    assert "each rank averages the losses of its own part" in (incomparable(means, Layout.parse("cp2")) or "")
     both = EXPERTS | GLOBAL | OF_RANK["further"]
     config = RunConfig.from_flat(both)
     assert incomparable(config, Layout.parse("pp2 tp2")) is None

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_core.data_parallel import DataParallel
 from megatron_core.features.compression.powersgd import PowerSGD
-from megatron_core.features.compression.signs import OneBitAdam
+from megatron_core.features.compression.signs import OneBitAdam, _start_compression
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import StepHooks
@@ -248,3 +248,17 @@ def test_copies_on_tensor_parallel_ranks_stay_equal(settings: dict) -> None:  # 
     """Norms and biases, and keys and values with fewer heads than ranks."""
     settings = settings | {"fp64": True, "tensor_model_parallel_size": 2, "grad_compression_warmup_iters": 1}
     assert trace_training(tiny_config(**settings), 4).faults == []
+
+
+def _scales() -> tuple[float, float]:
+    """The scale of this rank's part of a message, and the root mean square of the whole message."""
+    group = ParallelGroups(Grid(tp=2), dist.get_rank()).group("tp")
+    whole = torch.randn(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _, mean, handle = _start_compression(whole[group.rank()], group)
+    handle.wait()
+    return mean.sqrt().item(), whole.square().mean().sqrt().item()
+
+
+def test_parts_of_a_message_have_the_scale_of_the_whole() -> None:
+    for scale, expected in run_ranks(2, _scales):
+        assert scale == pytest.approx(expected, rel=1e-12)
