@@ -153,7 +153,7 @@ def _split_state(experts: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _stack_state(
-    experts: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+    experts: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, missing: list[str], *others: Any
 ) -> None:
     for name, stack, names in _stacks(experts):
         absent = [prefix + inner for inner in names if prefix + inner not in state]
@@ -173,6 +173,6 @@ def _check_frozen(experts: nn.Module, inputs: Any) -> None:
         frozen = _frozen(stack)
         if 0 < len(frozen) < len(stack) and torch.is_grad_enabled():
             raise ConfigError(
-                f"requires_grad=False for experts {sorted(frozen)} of {len(stack)} in {name}: the experts of a rank are "
-                "trained together; freeze all of them, or none"
+                f"requires_grad=False for experts {sorted(frozen)} of {len(stack)} in {name}: the experts of a rank "
+                "are trained together; freeze all of them, or none"
             )
