@@ -243,11 +243,27 @@ def test_each_expert_has_its_parameters(name: str) -> None:
             optimizer.step()
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    for name, parameter in model.named_parameters():
+    for key, parameter in model.named_parameters():
         # Optimizers of split matrices choose the group of ranks by it.
-        assert getattr(parameter, "expert_tp", False) == ("experts" in name)
-        parameter.requires_grad = "experts" not in name
+        assert getattr(parameter, "expert_tp", False) == ("experts" in key)
+        parameter.requires_grad = "experts" not in key
     assert not model.decoder.layers[1].mlp.experts.linear_fc1.weight.requires_grad
+    # A part of a state: torch's rules for parameters of their own.
+    state = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+    lacking = inner + name.format("linear_fc1", 2)
+    kept = model.state_dict()[lacking].clone()
+    del state[lacking]
+    assert model.load_state_dict(dict(state), strict=False) == ([lacking], [])
+    after = model.state_dict()
+    assert torch.equal(after[lacking], kept) and all(torch.equal(after[key], state[key]) for key in state)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*" + lacking):
+        model.load_state_dict(state)
+    # Experts of a rank are frozen together.
+    parameters = dict(model.named_parameters())
+    parameters[lacking].requires_grad_()
+    assert parameters[lacking].requires_grad and not parameters[inner + name.format("linear_fc1", 1)].requires_grad
+    with pytest.raises(ConfigError, match=r"requires_grad=False for experts \[0, 1, 3\] of 4 in linear_fc1.weight"):
+        model(IDS, labels=IDS)
 
 
 def test_packed_documents_see_nothing_of_one_another() -> None:  # C45

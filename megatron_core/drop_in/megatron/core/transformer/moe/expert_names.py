@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_core.errors import ConfigError
+
 GROUPED = "{linear}.{part}{number}"
 """Names of ``TEGroupedMLP``."""
 SEQUENTIAL = "local_experts.{number}.{linear}.{part}"
@@ -18,7 +20,8 @@ _whole = ContextVar("whole", default=False)
 class ExpertParameter(nn.Parameter):
     """One expert's part of a stack: a view of the stack, with the gradient and the attributes of this part.
 
-    The stack is the parameter that is trained: ``requires_grad`` is that of all its experts.
+    The stack is the parameter that is trained: its experts are frozen together. Until the last of them is frozen the
+    stack is trained, and a forward with gradients raises ``ConfigError``.
     """
 
     stack: Any
@@ -35,17 +38,19 @@ class ExpertParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the stack is trained."""
-        return bool(self.stack.requires_grad)
+        """Whether this expert is trained."""
+        return bool(self.stack.requires_grad) and self.number not in _frozen(self.stack)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        """Train the whole stack, or not."""
-        self.stack.requires_grad = value
+        """Train this expert, or not."""
+        frozen = _frozen(self.stack) - {self.number} if value else _frozen(self.stack) | {self.number}
+        self.stack.requires_grad = len(frozen) < len(self.stack)
+        self.stack.frozen_experts = frozen
 
     def requires_grad_(self, requires_grad: bool = True) -> "ExpertParameter":
         """Set ``requires_grad``."""
-        self.stack.requires_grad = requires_grad
+        self.requires_grad = requires_grad
         return self
 
     @property
@@ -117,6 +122,7 @@ def name_experts(experts: nn.Module, pattern: str) -> None:
     experts.expert_pattern = pattern  # type: ignore[assignment]
     experts.register_state_dict_post_hook(_split_state)
     experts.register_load_state_dict_pre_hook(_stack_state)
+    experts.register_forward_pre_hook(_check_frozen)
 
 
 @contextmanager
@@ -146,7 +152,27 @@ def _split_state(experts: nn.Module, state: dict[str, Any], prefix: str, metadat
             state[prefix + inner] = ExpertParameter.of(stack, number) if is_variable else stack[number]
 
 
-def _stack_state(experts: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name, _, names in _stacks(experts):
-        if all(prefix + inner in state for inner in names):
-            state[prefix + name] = torch.stack([state.pop(prefix + inner) for inner in names])
+def _stack_state(
+    experts: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, missing: list[str], *others: Any
+) -> None:
+    for name, stack, names in _stacks(experts):
+        absent = [prefix + inner for inner in names if prefix + inner not in state]
+        if len(absent) < len(names):
+            missing.extend(absent)
+            parts = zip(names, stack.detach(), strict=True)  # absent experts keep their weights
+            state[prefix + name] = torch.stack([state.pop(prefix + inner, values) for inner, values in parts])
+
+
+def _frozen(stack: Any) -> set[int]:
+    """The numbers of the experts in ``stack`` that are not trained."""
+    return vars(stack).get("frozen_experts", set()) if stack.requires_grad else {*range(len(stack))}
+
+
+def _check_frozen(experts: nn.Module, inputs: Any) -> None:
+    for name, stack, _ in _stacks(experts):
+        frozen = _frozen(stack)
+        if 0 < len(frozen) < len(stack) and torch.is_grad_enabled():
+            raise ConfigError(
+                f"requires_grad=False for experts {sorted(frozen)} of {len(stack)} in {name}: the experts of a rank "
+                "are trained together; freeze all of them, or none"
+            )
