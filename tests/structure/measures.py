@@ -98,7 +98,7 @@ MEASURES = [
     # 110. Messages of experts in 8 bits, 140; further differences from Megatron-LM, 80; engines that only run forward,
     # 10. Tables in YAML and text are not counted: architectures of Hugging Face in declarations.yaml have 1,620 lines,
     # Megatron-LM's flags 790, names of moved modules and functions 290, and 17 others 560.
-    Measure("lines without the drop-in", lambda: lines(drop_in=False), 119_260, 78_000),
+    Measure("lines without the drop-in", lambda: lines(drop_in=False), 119_280, 78_000),
     # Sections of DeepSpeed's JSON, its launcher and generation: 980. Moved from the core: Megatron's names of
     # collectives, of recomputation and of the broadcast of a batch, 340; its generator states and functions of linear
     # layers, 280. Programs of trl and OpenRLHF, 50; arguments with the types and defaults of Megatron-LM, 14. Losses of
