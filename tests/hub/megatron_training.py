@@ -62,6 +62,16 @@ MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 REPEATED = MTP | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 AHEAD_OF_EXPERTS = EXPERTS | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 DENSE_FIRST = AHEAD_OF_EXPERTS | {"moe_layer_freq": [0, 1]}
+GROWING_BATCH = LLAMA | {
+    "step_batch_size_schedule": "0:2 128:4 256:8",  # after 8 and 16 sequences
+    "global_batch_size": 2,  # which Megatron-LM then derives from the micro-batch
+    "lr_decay_iters": None,
+    "lr_warmup_iters": 0,
+    "train_samples": 80,
+    "lr_decay_samples": 80,
+    "lr_warmup_samples": 20,
+}
+"""Megatron-LM's arguments of a batch that grows, with which schedules count samples."""
 MLA = LLAMA | {
     "multi_latent_attention": True,
     "group_query_attention": False,
@@ -155,7 +165,7 @@ def arguments_of(
     rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
     rest |= {"bf16": bf16, "fp16": fp16, "use_distributed_optimizer": distributed}
     default[SIZES["etp"]] = sizes.get(SIZES["tp"], 1)
-    found = default | shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
+    found = default | SCHEDULE | derived | vocabulary | batch | shape | rest | sizes
     return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
 
 
@@ -263,7 +273,7 @@ class Training:
         micro_batch: int = MICRO_BATCH,
         data: Callable[[int], Tensor] = tokens_of,
     ) -> None:
-        from megatron.core import parallel_state
+        from megatron.core import num_microbatches_calculator, parallel_state
         from megatron.core.optimizer import (
             OptimizerConfig,
             get_megatron_optimizer,
@@ -282,6 +292,16 @@ class Training:
         parallel_state.initialize_model_parallel(**sizes, **virtual)
         self.args = arguments_of(
             shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16, fp16=fp16, micro_batch=micro_batch
+        )
+        schedule = shape.get("step_batch_size_schedule")
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            rank=dist.get_rank(),
+            global_batch_size=None if schedule else BATCH,
+            micro_batch_size=micro_batch,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            step_batch_size_schedule=schedule,
+            seq_length=LENGTH,
         )
         self.config = self._transformer_config(sizes | virtual)
         self.chunks = [self._model(chunk if chunks > 1 else None) for chunk in range(chunks)]
@@ -410,15 +430,19 @@ class Training:
 
     def step(self) -> float:
         """Take a step; return the mean over micro-batches of their mean losses, equal on all ranks."""
-        from megatron.core import parallel_state
+        from megatron.core import num_microbatches_calculator, parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         self.iteration += 1
         size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         micro_batch = self.args.micro_batch_size
-        count = BATCH // micro_batch // size
-        batches = self.data(self.iteration).view(count, size, micro_batch, LENGTH + 1)[:, rank]
+        first = self.args.consumed_train_samples
+        num_microbatches_calculator.update_num_microbatches(first, consistency_check=False)
+        count = num_microbatches_calculator.get_num_microbatches()
+        samples = range(first, first + count * micro_batch * size)
+        rows = torch.stack([self.data(1 + number // BATCH)[number % BATCH] for number in samples])
+        batches = rows.view(count, size, micro_batch, LENGTH + 1)[:, rank]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = None
@@ -449,8 +473,8 @@ class Training:
             forward_only=False,
         )
         updated, *_ = self.optimizer.step()
-        self.schedule.step(increment=BATCH * bool(updated))
-        self.args.consumed_train_samples += BATCH
+        self.schedule.step(increment=len(samples) * bool(updated))
+        self.args.consumed_train_samples += len(samples)
         sums = torch.zeros(2)
         if not parallel_state.get_tensor_model_parallel_rank():
             sums += sum(report["sums"] for report in losses)

@@ -106,6 +106,10 @@ CASES = {
         theirs.EXPERTS, 4, "ep2", "dp_reshardable", EP2 | PP2, SHARDED | {"micro_batch": 1}, 4, 7
     ),
     "gpt tp2 pp2, tied": Case(theirs.GPT, 4, "tp2 pp2", "torch", TP2 | ZERO3, {}, 4, 7),
+    "a batch that grows": Case(theirs.GROWING_BATCH, ours=TP2, after=7),
+    "a batch that grows, dp2, flat buffers": Case(
+        theirs.GROWING_BATCH, 2, "", "dp_reshardable", ZERO1, SHARDED | {"micro_batch": 1}, after=7
+    ),
     "llama bf16": Case(theirs.LLAMA, 1, "", "fully_reshardable", {}, {"bf16": True}),
     "llama bf16, torch": Case(theirs.LLAMA, 1, "", "torch", {}, {"bf16": True}),
 }
@@ -151,10 +155,12 @@ class Tokens:
         return {"tokens": row[:-1], "labels": row[1:], "loss_mask": np.ones(self.sequence_length, np.float32)}
 
 
-def continued(load: str, settings: dict[str, Any], steps: int = AFTER) -> list[float]:
-    """The losses of the steps after the checkpoint."""
+def continued(
+    load: str, settings: dict[str, Any], steps: int = AFTER, consumed: int = BEFORE * theirs.BATCH
+) -> list[float]:
+    """The losses of the steps after the checkpoint, which ``consumed`` samples precede."""
     run = start(settings | {"load": load, "mock_data": True, "eval_iters": 0})
-    assert (run.state.iteration, run.state.consumed_samples) == (BEFORE, BEFORE * theirs.BATCH)
+    assert (run.state.iteration, run.state.consumed_samples) == (BEFORE, consumed)
     assert run.optimizer.steps_taken == BEFORE - run.state.skipped_iterations
     run.train_loader = run.loader(Tokens())
     return [loss for loss, _ in train(run, steps)]
@@ -165,7 +171,8 @@ def continued(load: str, settings: dict[str, Any], steps: int = AFTER) -> list[f
 def test_training_continues_with_the_losses_of_megatron(name: str, folder: Path) -> None:
     case, stored = CASES[name], folder / name
     settings = megatron_config(stored / f"iter_{BEFORE:07d}").flat() | case.ours
-    losses = run_ranks(case.our_ranks if case.ours else 1, continued, str(stored), settings, case.after)[0]
+    consumed = BEFORE * case.shape.get("global_batch_size", theirs.BATCH)
+    losses = run_ranks(case.our_ranks if case.ours else 1, continued, str(stored), settings, case.after, consumed)[0]
     expected = json.loads((stored / "losses.json").read_text())
     assert losses == pytest.approx(expected, abs=TOLERANCE[case.settings.get("bf16", False)])
     assert len({round(loss, 3) for loss in expected}) > case.after // 2, "the losses do not change"

@@ -236,6 +236,27 @@ def test_a_training_with_detached_heads_does_not_continue() -> None:
         training_settings({"lr": 1e-3, "mtp_num_layers": 2, "mtp_detach_heads": True})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"step_batch_size_schedule": "0:2 1K:8"}, {"step_batch_size_schedule": ("0:2", "1K:8")}),
+        ({"rampup_batch_size": ["2", "2", "40"]}, {"global_batch_size": 8, "rampup_batch_size": (2, 2, 40)}),
+        # A ramp that took effect, and one that Megatron Core 0.19 ignored.
+        (
+            {"rampup_batch_size": [2, 2, 40], "curr_iteration": 4, "consumed_train_samples": 10},
+            {"global_batch_size": 8, "rampup_batch_size": (2, 2, 40)},
+        ),
+        (
+            {"rampup_batch_size": [2, 2, 40], "curr_iteration": 4, "consumed_train_samples": 40},
+            {"global_batch_size": 8},
+        ),
+    ],
+)
+def test_a_batch_that_grows(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = training_settings({"global_batch_size": 8, **arguments})
+    assert {name: value for name, value in settings.items() if "batch_size" in name} == expected
+
+
 def test_meanings_that_differ() -> None:
     """Of arguments with the same name or another one."""
     base = {"num_layers": 2, "add_bias_linear": True, "bias_gelu_fusion": True}

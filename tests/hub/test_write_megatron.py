@@ -43,6 +43,7 @@ class Case:
 
 
 ZERO1 = {"use_distributed_optimizer": True}
+BY_SAMPLES = {"train_iters": None, "global_batch_size": None}
 CASES = {
     "gpt": Case(theirs.GPT, TP2, "pp2"),
     "gpt, distributed": Case(theirs.GPT, PP2, "", SHARDED),
@@ -60,6 +61,7 @@ CASES = {
     "layers of different sizes": Case(theirs.HETEROGENEOUS, PP2, "tp2", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
     "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),
+    "a batch that grows": Case(theirs.GROWING_BATCH, TP2 | BY_SAMPLES, "pp2", SHARDED, after=7),
     "llama on 4 ranks": Case(theirs.LLAMA, TP2 | PP2, "tp2", SHARDED, 4, 7),
     "gpt on 4 ranks": Case(theirs.GPT, TP2 | ZERO3, "tp2 pp2", {}, 4, 7),
     "experts on 4 ranks": Case(theirs.EXPERTS, EP2 | PP2, "pp2 ep2", SHARDED, 4, 7),
@@ -91,7 +93,8 @@ def _continue(folder: Path, names: list[str]) -> None:
         case = CASES[name]
         training = theirs.Training(case.shape, case.layout, **case.settings)
         training.load(folder / name / "torch_dist" / f"iter_{BEFORE:07d}")
-        assert (training.iteration, training.args.consumed_train_samples) == (BEFORE, BEFORE * theirs.BATCH)
+        consumed = BEFORE * case.shape.get("global_batch_size", theirs.BATCH)
+        assert (training.iteration, training.args.consumed_train_samples) == (BEFORE, consumed)
         losses = [training.step() for _ in range(case.after)]
         (folder / name / "theirs.json").write_text(json.dumps(losses))
 

@@ -172,6 +172,10 @@ def training_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("mtp_detach_heads"):
         raise CheckpointError(f"{_unsupported('mtp_detach_heads', True)}; {REMEDY}")
     stated = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
+    last_step = arguments.get("curr_iteration")
+    samples = arguments.get("consumed_train_samples")
+    if last_step is not None and samples == (last_step + 1) * arguments.get("global_batch_size", 0):
+        stated.pop("rampup_batch_size", None)  # Megatron Core 0.19 and later ignores it
     return {name: _converted(name, value, f"; {REMEDY}") for name, value in _as_given(stated).items()}
 
 
@@ -192,6 +196,11 @@ def _as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
         settings.pop("lr_decay_iters", None)
     if settings.get("decoupled_lr") is not None:
         settings["positions_as_matrices"] = True
+    if settings.get("step_batch_size_schedule"):
+        settings["step_batch_size_schedule"] = settings["step_batch_size_schedule"].split()
+        settings.pop("global_batch_size", None)  # a micro-batch of each data-parallel rank
+    if settings.get("rampup_batch_size"):
+        settings["rampup_batch_size"] = [int(size) for size in settings["rampup_batch_size"]]  # texts, if from flags
     return settings | {"data_order": "megatron"}
 
 
@@ -264,6 +273,8 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
             LAYERS_JSON: write_blocks(model.section(HeterogeneousConfig).sized_blocks),
             LAYERS_FILE: f"{LAYERS_JSON}.json",
         }
+    if flat["step_batch_size_schedule"] is not None:
+        flat["step_batch_size_schedule"] = " ".join(flat["step_batch_size_schedule"])
     if model.mamba_mixer == "gated_delta_product":
         flat["spec"] = ["megatron.core.models.hybrid.hybrid_layer_specs", "gdp_stack_spec"]
     return flat | {
