@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,8 +115,8 @@ class EngineCheckpoints:
     """Whether this rank saves a buffer of a name."""
     _savers: dict[str, CheckpointSaver] = field(default_factory=dict)
 
-    def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
-        """Write a checkpoint into ``folder``; all ranks call this together."""
+    def save(self, folder: str | os.PathLike[str], state: EngineState, *, trained_only: bool = False) -> None:
+        """Write a checkpoint into ``folder``, also of frozen weights unless ``trained_only``; all ranks call it."""
         name = folder_name(folder)
         if name not in self._savers:
             config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
@@ -136,6 +137,12 @@ class EngineCheckpoints:
         first = {parameter: name for name, parameter in self._module.named_parameters()}
         every = self._module.named_parameters(remove_duplicate=False)
         state.shared = {alias: first[parameter] for alias, parameter in every if first[parameter] != alias}
+        in_buckets = (
+            pair for bucket in self._data.all_buckets for pair in zip(bucket.names, bucket.parameters, strict=True)
+        )
+        named = chain(self._data.frozen, in_buckets)
+        frozen = {f"model.{name}" for name, parameter in named if not parameter.requires_grad}
+        self._data.is_saved = lambda name: not trained_only or name not in frozen
         self._optimizer.before_update()  # only the last of several folders is waited for later
         self._savers[name].save(state)
 

@@ -3,7 +3,9 @@
 Source: ``deepspeed.elasticity`` of DeepSpeed 0.19.6, versions 0.1 and 0.2 (for whole machines) of the rule.
 """
 
+import json
 import math
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -22,6 +24,8 @@ OLDEST_VERSION = (0, 3, 8)
 """The first version of DeepSpeed with this section."""
 DEFAULTS: dict[str, Any] = {"min_gpus": 1, "max_gpus": 10_000, "num_gpus_per_node": 1, "model_parallel_size": 1}
 DEFAULTS |= {"min_time": 0, "prefer_larger_batch": True, "version": 0.2}
+SCHEDULER_SECTION = "DEEPSPEED_ELASTICITY_CONFIG"
+"""Variable with the section by which a scheduler of jobs chooses the number of ranks."""
 POSITIVE = whole(1), "an integer >= 1"
 CHECKS: dict[str, tuple[Check, str]] = {
     "max_train_batch_size": (whole(1, 2**31), "an integer from 1 to 2^31"),
@@ -70,6 +74,29 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Whether a configuration has the section, with ``"enabled": true``."""
     section = ds_config.get("elasticity")
     return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Compare the section with the one in the variable DEEPSPEED_ELASTICITY_CONFIG, which a scheduler of jobs sets.
+
+    Errors: ``ElasticityConfigError`` if the batches that they allow differ.
+    """
+    text = os.environ.get(SCHEDULER_SECTION)
+    if text is None:
+        return
+    try:
+        section = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ElasticityConfigError(f"{SCHEDULER_SECTION}={quoted(text)} must be JSON: {error}") from error
+    scheduled = ElasticityConfig(section if isinstance(section, Mapping) else {})
+    own = ElasticityConfig(runtime_elastic_config_dict)
+    compared = {"max_train_batch_size": "max_acceptable_batch_size", "micro_batch_sizes": "micro_batches"}
+    for name, attribute in {**compared, "version": "version"}.items():
+        value, of_scheduler = getattr(own, attribute), getattr(scheduled, attribute)
+        if value != of_scheduler:
+            raise ElasticityConfigError(
+                f"elasticity.{name}={value}, but {SCHEDULER_SECTION} has {of_scheduler}: give both the same section"
+            )
 
 
 def compute_elastic_config(

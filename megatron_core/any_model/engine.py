@@ -329,10 +329,18 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         state = {n: tensors[t] if t in tensors else t.detach().to("cpu", copy=True) for n, t in state.items()}
         return with_all_experts(state, self.module)
 
-    def save_checkpoint(self, folder: str | os.PathLike[str], client_state: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        trained_only: bool = False,
+    ) -> None:
         """Write weights, buffers, optimizer state and counters into ``folder``; all ranks call it together.
 
-        ``client_state``: JSON values that ``load_checkpoint`` returns."""
+        ``client_state``: JSON values that ``load_checkpoint`` returns. ``trained_only``: without the frozen weights, as
+        of the base of adapters; ``load_checkpoint`` with ``strict=False`` leaves those of the model as they are.
+        """
         if self.micro_step or self._backwards:
             raise CheckpointError(
                 f"save_checkpoint after {self.micro_step or self._backwards} of {self.gradient_accumulation_steps} "
@@ -342,7 +350,7 @@ class Engine(EngineBackward, EngineOffload, nn.Module):
         check_client_state(client_state or {})
         self._notice_rates()
         self.state.client_state, self.state.scheduler = dict(client_state or {}), plain_state(self.lr_scheduler)
-        self._checkpoints.save(folder, self.state)
+        self._checkpoints.save(folder, self.state, trained_only=trained_only)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that ``async_save`` writes in the background."""

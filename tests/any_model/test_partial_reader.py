@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import megatron_core
 from megatron_core.any_model import Engine
+from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
 
@@ -63,6 +64,38 @@ def _load(folder: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [{}, {"zero_stage": 3}])
 def test_common_tensors_are_those_that_torch_loads(settings: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(2, _load, str(tmp_path), settings)
+
+
+def _load_trained_only(folder: str, settings: dict[str, Any]) -> None:
+    def construct() -> Engine:
+        model = Net("first", "second")
+        model.layers["second"].requires_grad_(False)
+        return _engine(model, **settings)
+
+    saved = construct()
+    saved.save_checkpoint(folder, trained_only=True)
+    with CheckpointReader(find_checkpoint(folder)) as reader:
+        stored = {name.removeprefix("model.") for name in reader.manifest.tensors if name.startswith("model.")}
+    trained = {name for name, parameter in saved.module.named_parameters() if parameter.requires_grad}
+    assert stored == trained
+    other = construct()
+    base = other.module.layers["second"]
+    with other.gathered(base.parameters(), modify=True), torch.no_grad():
+        base.weight.add_(1)  # as of another base
+    with pytest.raises(CheckpointError, match=r"missing.*layers\.second"):
+        other.load_checkpoint(folder)
+    other.load_checkpoint(folder, strict=False)
+    expected = saved.full_state_dict()
+    expected["layers.second.weight"] += 1
+    for name, tensor in other.full_state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    saved.save_checkpoint(folder + "/whole")  # the next checkpoint has all weights again
+    other.load_checkpoint(folder + "/whole")
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_stage": 3}])
+def test_a_checkpoint_without_frozen_weights(settings: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(2, _load_trained_only, str(tmp_path), settings)
 
 
 def test_checkpoints_without_a_common_weight_or_of_another_shape(tmp_path: Path) -> None:

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from deepspeed.dotted_names import NAMES_OF_TRL, dotted_names, nested
 from deepspeed.git_version_info import version
 from deepspeed.key_table import Key, find_key, has_enabled, is_section, key_names, leaves
-from megatron_core.any_model.elastic_batch import ElasticityConfigError, compute_elastic_config, elasticity_enabled
+from megatron_core.any_model.elastic_batch import (
+    ElasticityConfigError,
+    compute_elastic_config,
+    elasticity_enabled,
+    ensure_immutable_elastic_config,
+)
 from megatron_core.errors import quoted
 from megatron_core.foreign_json import NUMBER, whole
 
@@ -168,6 +173,7 @@ class ConfigReader:
                     f"elasticity.enabled chooses the batch: remove {', '.join(TRIPLE)}, or set "
                     "elasticity.ignore_non_elastic_batch_info to true"
                 )
+            ensure_immutable_elastic_config(self.values["elasticity"])
             whole_batch, _, size = compute_elastic_config(self.values, version, ranks)
             return whole_batch, size, whole_batch // (size * ranks)
         given = [self.integer(name, 1, 1) if self.get(name, None) is not None else None for name in TRIPLE]

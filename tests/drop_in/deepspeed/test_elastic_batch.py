@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from megatron_core.any_model.elastic_batch import (
     ElasticityError,
     ElasticityIncompatibleWorldSize,
     compute_elastic_config,
+    ensure_immutable_elastic_config,
 )
 from megatron_core.errors import ConfigError
 
@@ -108,3 +111,20 @@ def test_the_json_of_a_training() -> None:
     assert translate({"elasticity": ignoring, "train_batch_size": 6}, 3).train_batch_size == 96
     with pytest.raises(ElasticityIncompatibleWorldSize, match="5 ranks cannot train"):
         translate({"elasticity": section}, 5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        (json.dumps(LARGE), ""),
+        (json.dumps({**LARGE, "min_gpus": 64}), ""),
+        (json.dumps({**LARGE, "micro_batch_sizes": [8]}), r"micro_batch_sizes=\[8, 12, 16, 17\], but .* has \[8\]"),
+        (json.dumps({**LARGE, "version": 0.2}), "version=0.1, but DEEPSPEED_ELASTICITY_CONFIG has 0.2"),
+        (json.dumps(_config(LARGE)), "max_train_batch_size=None"),
+        ("{", "must be JSON"),
+    ],
+)
+def test_the_section_of_a_scheduler(variable: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", variable)
+    with pytest.raises(ElasticityConfigError, match=message) if message else nullcontext():
+        ensure_immutable_elastic_config(LARGE)

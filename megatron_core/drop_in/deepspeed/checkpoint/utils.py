@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+LATEST_UNIVERSAL = "latest_universal"
+"""File with the tag of the newest checkpoint that ds_to_universal wrote."""
+
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
     """Return the path of the module's file of a model-parallel rank, such as ``00``."""

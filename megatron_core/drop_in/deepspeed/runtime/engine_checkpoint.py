@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.utils import LATEST_UNIVERSAL
 from deepspeed.client_state import decode, encode
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.curriculum_sampler import CurriculumSampler
@@ -26,8 +27,6 @@ from megatron_core.parallel.texts import gather_from_all_ranks, raise_on_all_ran
 
 LATEST = "latest"
 """File with the tag of the newest checkpoint."""
-LATEST_UNIVERSAL = "latest_universal"
-"""The same for a checkpoint that DeepSpeed's ds_to_universal wrote."""
 
 
 class DifferentTags(CheckpointError, AssertionError):
@@ -54,8 +53,9 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
     ) -> bool:
         """Write weights, optimizer state, scheduler and counters into ``save_dir/tag``; return True.
 
-        ``tag``: default ``global_stepN``. ``client_state``: values that ``load_checkpoint`` returns. Frozen parameters
-        are always written. Errors: ``CheckpointError`` on all ranks, also if tags differ; ``ValueError`` if no folder.
+        ``tag``: default ``global_stepN``. ``client_state``: values that ``load_checkpoint`` returns. Load a checkpoint
+        with ``exclude_frozen_parameters`` with ``load_module_strict=False``. Errors: ``CheckpointError`` on all ranks,
+        also if tags differ; ``ValueError`` if no folder.
         """
         if not save_dir:
             raise ValueError(f"save_dir={save_dir!r} must be a folder")
@@ -65,7 +65,11 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
             logger.warning("save_checkpoint in the middle of a step: the gradients of its micro-batches are not saved")
         self.core.micro_step = self.core._backwards = 0  # else the engine refuses to save
         try:
-            self.core.save_checkpoint(Path(save_dir, name), {"state": encode(dict(client_state or {}))})
+            self.core.save_checkpoint(
+                Path(save_dir, name),
+                {"state": encode(dict(client_state or {}))},
+                trained_only=exclude_frozen_parameters,
+            )
         finally:
             self.core.micro_step, self.core._backwards = within_step
         self.core.finish_saving()
@@ -101,11 +105,11 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
         if name is None:
             return None, None
         name = self._check_tag(name)
-        folder = Path(load_dir, name)
+        optimizer_too = load_optimizer_states and not load_module_only
+        folder = Path(self._get_optimizer_ckpt_name(load_dir, name) if optimizer_too else os.path.join(load_dir, name))
         self._refuse_absent(folder)
         is_deepspeeds = is_deepspeed_folder(folder)
         before = self.core.state
-        optimizer_too = load_optimizer_states and not load_module_only
         self._rates.loads_groups = optimizer_too
         self._rates.loads_scheduler = load_lr_scheduler_states and not load_module_only
         found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too, strict=load_module_strict)
@@ -151,6 +155,10 @@ class EngineCheckpoint(EngineSettings, StatePlacement):
             if self._config.tag_validation == "WARN":
                 logger.warning("tag differs between ranks: %s; that of rank 0 is used", texts)
         return by_rank[0]
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int = 0) -> str:
+        """Return the path from which optimizer state is loaded: the whole checkpoint, in DeepSpeed a rank's file."""
+        return os.path.join(checkpoints_path, tag)
 
     def _refuse_absent(self, folder: Path) -> None:
         """Raise ``CheckpointError`` for an absent folder."""
