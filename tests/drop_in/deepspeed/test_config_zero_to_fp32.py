@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import deepspeed
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.utils import (
     clone_tensors_for_torch_save,
     get_layer_ckpt_name_for_rank,
@@ -22,7 +24,7 @@ from deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from megatron_core.errors import ConfigError
+from megatron_core.errors import CheckpointError, ConfigError
 from tests.any_model.test_deepspeed_checkpoints import engine_of
 from tests.hub.deepspeed.network import Network
 from tests.hub.deepspeed.test_reader import CHECKPOINTS, expected_of
@@ -53,6 +55,24 @@ def test_weights_of_this_projects_checkpoints(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in found)
     assert not FROZEN & get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True).keys()
+
+
+def test_conversion_to_universal(tmp_path: Path) -> None:
+    engine = engine_of("bf16", 1, 0)
+    engine.load_checkpoint(CHECKPOINTS / "stage2_bf16")
+    engine.save_checkpoint(tmp_path / "step3")
+    folders = ["--input_folder", str(tmp_path / "step3"), "--output_folder", str(tmp_path / "step3_universal")]
+    ds_to_universal.main(ds_to_universal.parse_arguments(folders))
+    assert (tmp_path / "latest_universal").read_text() == "step3_universal"
+    wanted = get_fp32_state_dict_from_zero_checkpoint(CHECKPOINTS / "stage2_bf16")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "step3_universal")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    with pytest.raises(CheckpointError, match=r"output_folder=.*step3_universal cannot be written.*give a new folder"):
+        ds_to_universal.main(ds_to_universal.parse_arguments(folders))
+    for source, message in ((CHECKPOINTS / "stage2_bf16/step3", "DeepSpeed wrote"), (tmp_path / "a", "no such")):
+        arguments = SimpleNamespace(input_folder=source, output_folder=tmp_path / "b")
+        with pytest.raises(CheckpointError, match=f"input_folder={source}: .*{message}"):
+            ds_to_universal.main(arguments)
 
 
 def test_files(tmp_path: Path) -> None:
