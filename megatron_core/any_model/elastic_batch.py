@@ -92,7 +92,8 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     own = ElasticityConfig(runtime_elastic_config_dict)
     compared = {"max_train_batch_size": "max_acceptable_batch_size", "micro_batch_sizes": "micro_batches"}
     for name, attribute in {**compared, "version": "version"}.items():
-        value, of_scheduler = getattr(own, attribute), getattr(scheduled, attribute)
+        value = getattr(own, attribute)
+        of_scheduler = getattr(scheduled, attribute)
         if value != of_scheduler:
             raise ElasticityConfigError(
                 f"elasticity.{name}={value}, but {SCHEDULER_SECTION} has {of_scheduler}: give both the same section"

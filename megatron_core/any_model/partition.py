@@ -11,13 +11,14 @@ from megatron_core.errors import ConfigError, LayoutError
 METHODS = "'uniform', 'parameters', 'flops', 'type:REGEX', or the number of layers of each stage"
 
 
-def uniform_bounds(count: int, stages: int) -> list[int]:
-    """Give each stage count // stages layers, and one more to each of the first count % stages."""
-    size, more = divmod(count, stages)
-    return [stage * size + min(stage, more) for stage in range(stages + 1)]
+# The arguments have DeepSpeed's names: its programs call both functions.
+def uniform_bounds(num_items: int, num_parts: int) -> list[int]:
+    """Give each part num_items // num_parts layers, and one more to each of the first num_items % num_parts."""
+    size, more = divmod(num_items, num_parts)
+    return [part * size + min(part, more) for part in range(num_parts + 1)]
 
 
-def balanced_bounds(weights: Sequence[float], stages: int) -> list[int]:
+def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int]:
     """Divide layers of these weights so that the difference between heaviest and lightest stage is small.
 
     spread(i, s) for the first i layers on s stages is the minimum over k of max(M(k, s - 1), W) - min(m(k, s - 1), W),
@@ -25,13 +26,13 @@ def balanced_bounds(weights: Sequence[float], stages: int) -> list[int]:
     of the first k; of equal ones the largest k. It is the rule of DeepSpeed 0.19 for ``parameters`` and ``type:``.
     """
     count = len(weights)
-    if count <= stages:
-        return uniform_bounds(count, stages)
+    if count <= num_parts:
+        return uniform_bounds(count, num_parts)
     sums = [0.0, *accumulate(map(float, weights))]
     nothing = float("inf")
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, nothing, 0)}
     for number in range(1, count + 1):
-        for stage in range(1, min(number, stages) + 1):
+        for stage in range(1, min(number, num_parts) + 1):
             smallest = nothing
             for start in range(stage - 1, number):
                 if (start, stage - 1) not in best:
@@ -44,7 +45,7 @@ def balanced_bounds(weights: Sequence[float], stages: int) -> list[int]:
                     smallest = most - least
                     best[number, stage] = (most, least, start)
     bounds = [count]
-    for stage in range(stages, 0, -1):
+    for stage in range(num_parts, 0, -1):
         bounds.append(best[bounds[-1], stage][2])
     return bounds[::-1]
 

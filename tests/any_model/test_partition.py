@@ -63,7 +63,7 @@ def test_formulas_against_all_divisions(seed: int) -> None:
         sizes = _sums([1] * 7, uniform_bounds(7, stages))
         assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
     spread = [max(found) - min(found) for found in (_sums(costs, each) for each in _all_divisions(7, 2))]
-    two = _sums(costs, balanced_bounds(costs, 2))
+    two = _sums(costs, balanced_bounds(weights=costs, num_parts=2))
     assert max(two) - min(two) == min(spread)  # exact for two stages
 
 

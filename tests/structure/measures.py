@@ -98,7 +98,7 @@ MEASURES = [
     # 110. Messages of experts in 8 bits, 140; further differences from Megatron-LM, 80; engines that only run forward,
     # 10. Tables in YAML and text are not counted: architectures of Hugging Face in declarations.yaml have 1,620 lines,
     # Megatron-LM's flags 790, names of moved modules and functions 290, and 17 others 560.
-    Measure("lines without the drop-in", lambda: lines(drop_in=False), 119_280, 78_000),
+    Measure("lines without the drop-in", lambda: lines(drop_in=False), 119_330, 78_000),
     # Sections of DeepSpeed's JSON, its launcher and generation: 980. Moved from the core: Megatron's names of
     # collectives, of recomputation and of the broadcast of a batch, 340; its generator states and functions of linear
     # layers, 280. Programs of trl and OpenRLHF, 50; arguments with the types and defaults of Megatron-LM, 14. Losses of
@@ -106,7 +106,7 @@ MEASURES = [
     # in a model of one's own, 70; whole layers of split models, and the ranks that a batch counts, 70. Megatron's names
     # of norms, experts and layers, which bridges to Hugging Face read, 400; TiledLinear, and weights of all stages in
     # ``save_16bit_model``, 80; messages of experts in 8 bits and quantile balancing in programs' own layers, 20.
-    Measure("lines of the drop-in", lambda: lines(drop_in=True), 26_950, 18_000),
+    Measure("lines of the drop-in", lambda: lines(drop_in=True), 27_030, 18_000),
     Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 0.2, 1),
     Measure("double assignments", lambda: style.double_assignments(engine_paths()), 249, 300),
     Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 0, 0),
