@@ -83,6 +83,20 @@ def test_rates_without_warm_up(flags: str, differs: bool) -> None:
     assert ("inverse square root without warm-up" in names) == differs
 
 
+@pytest.mark.parametrize(
+    ("flags", "differs"),
+    [
+        ("--train-iters 9", True),
+        ("--train-iters 9 --lr-decay-style constant", False),
+        ("--train-samples 90", False),
+    ],
+)
+def test_rates_of_a_batch_that_grows(flags: str, differs: bool) -> None:
+    config = parse_run_config(f"--mock-data --step-batch-size-schedule 0:2 1K:8 {flags}".split())
+    names = [difference.name for difference in training_differences(config)]
+    assert ("learning rate of a batch that grows" in names) == differs
+
+
 def test_a_file_precedes_the_switch(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {data_order: keyed}")
     config = parsed(f"--as-megatron --config {tmp_path / 'run.yaml'}")

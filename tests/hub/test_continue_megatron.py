@@ -110,6 +110,9 @@ CASES = {
     "a batch that grows, dp2, flat buffers": Case(
         theirs.GROWING_BATCH, 2, "", "dp_reshardable", ZERO1, SHARDED | {"micro_batch": 1}, after=7
     ),
+    "a batch that grows, fp16 before the first update": Case(
+        theirs.GROWING_BATCH | {"initial_loss_scale": 2.0**21}, settings={"fp16": True}
+    ),
     "llama bf16": Case(theirs.LLAMA, 1, "", "fully_reshardable", {}, {"bf16": True}),
     "llama bf16, torch": Case(theirs.LLAMA, 1, "", "torch", {}, {"bf16": True}),
 }

@@ -104,6 +104,12 @@ def _of_optimizer(config: RunConfig) -> Iterator[TrainingDifference]:
             "--lr divided by the root of the step; Megatron-LM divides by the root of the number of samples, as here "
             "with --train-samples",
         )
+    if config.optional("step_batch_size_schedule") and not is_constant and not config.schedules_by_samples:
+        yield TrainingDifference(
+            "learning rate of a batch that grows",
+            "follows the steps; Megatron-LM's follows the samples, and its decay ends after --lr-decay-iters times the "
+            "micro-batches of all ranks, thus earlier. With --train-samples both are equal",
+        )
     has_matrices = any(row.scalar_optimizer for row in optimizer.kinds)
     is_learned = config.model.position_embedding_type == "learned_absolute"
     if is_learned and not config.model.positions_as_matrices and (has_matrices or optimizer.decoupled_lr is not None):

@@ -160,8 +160,10 @@ class MegatronProgress:
         iteration, samples, steps, scheduled = (int(value) for value in counters.values() if value is not None)
         skipped = max(samples - scheduled, 0)
         settings = training_settings(arguments)
-        batch = settings.get("global_batch_size") or 1
-        return cls(iteration, samples, skipped, skipped // batch, steps, _loss_scale(optimizer), settings)
+        skipped_steps = skipped // (settings.get("global_batch_size") or 1)
+        if settings.get("step_batch_size_schedule") or settings.get("rampup_batch_size"):
+            skipped_steps = max(iteration - steps, 0)  # the steps have different numbers of samples
+        return cls(iteration, samples, skipped, skipped_steps, steps, _loss_scale(optimizer), settings)
 
 
 def training_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -257,6 +257,22 @@ def test_json_and_class_give_equal_steps(kind: Any, name: str, params: dict[str,
     assert not _equal(before, _weights(from_json))
 
 
+def test_lion_without_an_engine() -> None:
+    """Against algorithm 2 of Chen et al. (2023)."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(3, 4, generator=generator, dtype=torch.float64))
+    optimizer = FusedLion([parameter, nn.Parameter(torch.ones(2))], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    weight = parameter.detach().clone()
+    momentum = torch.zeros_like(weight)
+    for _ in range(3):
+        gradient = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+        parameter.grad = gradient.clone()
+        assert optimizer.step(lambda: 5) == 5
+        weight -= 0.01 * (torch.sign(0.9 * momentum + 0.1 * gradient) + 0.1 * weight)
+        momentum = 0.99 * momentum + 0.01 * gradient
+        torch.testing.assert_close(parameter.detach(), weight, rtol=1e-12, atol=1e-12)
+
+
 def test_parts_of_offload_states(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _engine(zero_optimization={"stage": 3})
     losses = [_step(engine, 0)]

@@ -25,7 +25,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(args: Any) -> None:
-    """Copy ``args.input_folder`` to ``args.output_folder``, and write ``latest_universal`` beside the copy.
+    """Copy ``args.input_folder`` to ``args.output_folder``, and write ``latest_universal`` next to the copy.
 
     A checkpoint of the engine loads with any number of ranks and any ZeRO stage. Errors: ``CheckpointError``, also for
     files of DeepSpeed, which the engine loads in any layout without a conversion.

@@ -1,6 +1,6 @@
 """Base class of optimizers that exist only as settings of an engine."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ class SettingsOptimizer(torch.optim.Optimizer):
         """Return settings of ``megatron_core.initialize``."""
         raise NotImplementedError
 
-    def step(self, closure: Any = None) -> NoReturn:
+    def step(self, closure: Any = None) -> Any:
         """Refer to the engine."""
         raise ConfigError(
             f"{type(self).__name__}.step(): this optimizer updates weights inside of an engine only; give it to "

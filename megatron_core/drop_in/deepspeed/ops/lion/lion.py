@@ -1,7 +1,9 @@
-"""Lion as settings of an engine."""
+"""Lion, by itself or as settings of an engine."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from deepspeed.ops.settings import SettingsOptimizer
 
@@ -18,6 +20,25 @@ class FusedLion(SettingsOptimizer):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights without an engine (Chen et al. 2023, algorithm 2); return the result of ``closure``.
+
+        w = (1 - lr * weight_decay) * w - lr * sign(beta1 * m + (1 - beta1) * g); m = beta2 * m + (1 - beta2) * g.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                direction = momentum.lerp(parameter.grad, 1 - beta1).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - beta2)
+        return loss
 
     def settings(self) -> dict[str, Any]:
         """Return settings of ``megatron_core.initialize``."""
